@@ -1,0 +1,27 @@
+"""Config as data: frozen pydantic models, TOML presets, overrides. The only place where defaults live."""
+
+from moestro.config.data import DataConfig, SourceConfig, TokenizerConfig
+from moestro.config.load import LoadedConfig, describe, load_config, parse_config, preset_names, to_toml
+from moestro.config.model import BalanceConfig, ModelConfig, MoEConfig, RouterConfig
+from moestro.config.root import Config
+from moestro.config.train import OptimConfig, RunConfig, TrainConfig
+
+__all__ = [
+    "BalanceConfig",
+    "Config",
+    "DataConfig",
+    "LoadedConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RouterConfig",
+    "RunConfig",
+    "SourceConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "describe",
+    "load_config",
+    "parse_config",
+    "preset_names",
+    "to_toml",
+]

@@ -1,0 +1,188 @@
+"""From a preset or a file, plus overrides, to a checked Config, remembering where each value came from."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from moestro.config.root import Config
+from moestro.errors import MoestroError, nearest
+
+PRESETS_DIR = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config and, for each dotted key, its origin: a file, the command line, or `default`."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def preset_names() -> list[str]:
+    return sorted(p.stem for p in PRESETS_DIR.glob("*.toml"))
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a preset (by name) or a TOML file and apply `section.key=value` overrides.
+
+    Raises:
+        MoestroError: unknown preset, missing or malformed file, unknown key, wrong type, impossible combination.
+    """
+    path, label = _find(name_or_path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MoestroError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise MoestroError(f"cannot read {path}: {error.strerror}") from error
+    origins = {key: label for key, _ in _leaves(tree)}
+    for override in overrides:
+        key, value = _parse_override(override)
+        _insert(tree, key, value)
+        origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
+        origins.update({key + suffix: "command line" for suffix in _suffixes(value)})
+    return LoadedConfig(parse_config(tree, source=label), origins)
+
+
+def parse_config(tree: Mapping[str, Any], source: str) -> Config:
+    """Check a plain dictionary against the schema; `source` names it in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise MoestroError("\n".join(_explain(error, source)[:3])) from error
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML that `load_config` reads back to an equal object (unset optional values are left out)."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def describe(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
+    """Rows of (dotted key, value, origin) for every setting, defaults included."""
+    rows = []
+    for key, value in _leaves(loaded.config.model_dump(mode="json")):
+        text = "(unset)" if value is None else tomli_w.dumps({"v": value}).strip().removeprefix("v = ")
+        rows.append((key, text, loaded.origins.get(key, "default")))
+    return rows
+
+
+def _find(name_or_path: str) -> tuple[Path, str]:
+    if name_or_path in preset_names():
+        return PRESETS_DIR / f"{name_or_path}.toml", f"preset {name_or_path}"
+    path = Path(name_or_path)
+    if path.is_file():
+        return path, str(path)
+    if path.is_dir():
+        raise MoestroError(f"{name_or_path} is a folder; give a TOML file or a preset: {', '.join(preset_names())}")
+    if path.suffix == ".toml" or "/" in name_or_path:
+        raise MoestroError(f"no such config file: {name_or_path}")
+    raise MoestroError(
+        f"no preset '{name_or_path}'.{nearest(name_or_path, preset_names())} Presets: {', '.join(preset_names())}"
+    )
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    """Split `a.b=value`; the value is TOML, and a bare word is a string."""
+    key, equals, raw = text.partition("=")
+    if not equals or not key:
+        raise MoestroError(f"'{text}' is not an override; write section.key=value, for example train.steps=100")
+    try:
+        return key, tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key, raw
+
+
+def _insert(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, list):
+            node = node[_index(node, part, dotted)]
+        else:
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            raise MoestroError(f"unknown key '{dotted}' (command line): '{part}' is a value, not a section")
+    if isinstance(node, list):
+        node[_index(node, leaf, dotted)] = value
+    elif value == "none" and leaf in node:
+        del node[leaf]
+    else:
+        node[leaf] = value
+
+
+def _index(node: list[Any], part: str, dotted: str) -> int:
+    if not part.isdecimal() or int(part) >= len(node):
+        raise MoestroError(f"bad key '{dotted}' (command line): '{part}' is not an index below {len(node)}")
+    return int(part)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted (key, value) pairs; lists of tables are numbered, other lists are values."""
+    items: Any = None
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list) and tree and all(isinstance(x, dict) for x in tree):
+        items = enumerate(tree)
+    if items is None:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _suffixes(value: Any) -> list[str]:
+    return ["." + key if key else "" for key, _ in _leaves(value)]
+
+
+def _explain(error: ValidationError, source: str) -> list[str]:
+    """One line for each problem: what, where, and the nearest valid name."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            *parents, leaf = [str(part) for part in item["loc"]]
+            names = _fields_at(parents)
+            lines.append(f"unknown key '{where}' ({source}).{nearest(leaf, names)}")
+        elif item["type"] == "missing":
+            lines.append(f"missing key '{where}' ({source})")
+        elif item["type"] == "value_error":
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where + ': ' if where else ''}{message} ({source})")
+        else:
+            hint = nearest(str(item["input"]), _choices(item)) if item["type"] == "literal_error" else ""
+            lines.append(f"bad value for '{where}': {item['input']!r}. {item['msg']} ({source}).{hint}")
+    return lines
+
+
+def _choices(item: Any) -> list[str]:
+    return str(item.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+
+
+def _fields_at(parents: Sequence[str]) -> list[str]:
+    """Names of the fields of the section found by walking the schema along `parents`."""
+    section: type[BaseModel] = Config
+    for part in parents:
+        if part.isdecimal():
+            continue
+        field = section.model_fields.get(part)
+        found = _section_in(field.annotation) if field else None
+        if found is None:
+            return []
+        section = found
+    return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The config section inside an annotation such as `MoEConfig | None` or `tuple[SourceConfig, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _section_in(argument)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,74 @@
+"""How the model is trained: steps, batches, precision, optimizer, and where the run is kept."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moestro.config.base import Section
+
+
+class TrainConfig(Section):
+    steps: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)  # sequences per optimizer step
+    micro_batch_size: int | None = Field(None, ge=1)  # sequences per forward; None: the whole global batch
+    # Activations and products. Weights, gradients and optimizer state are fp32 either way. On a CPU without bf16
+    # units "bf16" stores activations in bf16 and multiplies in fp32.
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    grad_clip: float | None = Field(1.0, gt=0)
+    # "block": keep only each layer's input for backward and compute the layer again.
+    recompute: Literal["none", "block"] = "none"
+    log_every: int = Field(1, ge=1)
+    eval_every: int | None = Field(None, ge=1)  # None: only at the end
+    eval_batches: int | None = Field(None, ge=1)  # micro-batches of held-out text; None: all of it
+    checkpoint_every: int | None = Field(None, ge=1)  # None: only at the end and on Ctrl-C
+    keep_checkpoints: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.global_batch_size % self.resolved_micro_batch_size:
+            raise ValueError(
+                f"global_batch_size = {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size = {self.resolved_micro_batch_size}"
+            )
+        return self
+
+    @property
+    def resolved_micro_batch_size(self) -> int:
+        return self.micro_batch_size if self.micro_batch_size is not None else self.global_batch_size
+
+
+class OptimConfig(Section):
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(3e-3, gt=0)  # AdamW's peak learning rate
+    muon_lr: float = Field(2e-2, gt=0)  # Muon's; its update is scaled to AdamW's RMS by 0.2 sqrt(max(rows, columns))
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    newton_schulz_steps: int = Field(5, ge=1)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    decay_fraction: float = Field(0.2, ge=0, le=1)  # only "wsd": the last part of the run, decayed linearly
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas must lie in [0, 1), got {beta}")
+        return self
+
+
+class RunConfig(Section):
+    name: str = "run"  # the run's folder is dir/name
+    dir: str = "runs"
+    seed: int = Field(0, ge=0)
+    # "auto": continue from the newest good checkpoint in the folder, or start when there is none;
+    # "never": refuse a folder that already holds a run.
+    resume: Literal["auto", "never"] = "never"
+    device: str = "auto"  # "auto": the accelerator if there is one, else "cpu"
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    # Prompts continued at the end of training for the report.
+    sample_prompts: tuple[str, ...] = ()
