@@ -21,7 +21,7 @@ class RouterConfig(Section):
     scaling_factor: float = Field(1.0, gt=0)
     # Multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] while training (Switch: 1e-2).
     jitter: float = Field(0.0, ge=0, lt=1)
-    # Standard deviation of the router's weight relative to the other weights (Switch: 0.1).
+    # The router's initial weights have standard deviation sqrt(init_scale / hidden_size).
     init_scale: float = Field(1.0, gt=0)
     # "selective precision": the router's input, product and softmax in fp32 whatever the model's dtype is.
     fp32: bool = True
@@ -89,9 +89,9 @@ class ModelConfig(Section):
     norm_eps: float = Field(1e-6, gt=0)
     qk_norm: bool = False
     tie_embeddings: bool = False
-    # Standard deviation of the initial weights; None: 1 / sqrt(fan_in). Projections back into the residual stream
-    # are divided by sqrt(2 * num_layers) (GPT-2).
-    init_std: float | None = Field(None, gt=0)
+    # Initial weights are normal, cut at two sigma, with sigma = sqrt(init_scale / fan_in) (Switch: 0.1 instead of 1).
+    # Projections back into the residual stream are divided by sqrt(2 * num_layers) (GPT-2).
+    init_scale: float = Field(1.0, gt=0)
     # How packed documents are kept apart; "auto" takes "flex" on CUDA/ROCm and "sdpa" elsewhere.
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     moe: MoEConfig | None = None

@@ -1,0 +1,1 @@
+"""The network, written for one device: it knows nothing of ranks, optimizers or files."""

@@ -1,0 +1,37 @@
+"""Stages two and four: index lists that group (token, expert) pairs by expert, and the way back.
+
+No copy of the tokens is made here. The experts read rows of the original [T, D] tensor through `row_token`, so what a
+layer keeps for backward does not grow with top_k (the index lists of MoEBlaze, arXiv 2601.05296).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moestro.model.moe.router import Routing
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Rows 0…R-1 are grouped by expert, and by token inside an expert."""
+
+    row_token: Tensor  # [R] int64, the token a row reads and adds to
+    row_weight: Tensor  # [R] fp32, its gate weight; carries the router's gradient
+    counts: Tensor  # [E] int64, rows of each expert
+
+
+def dispatch(routing: Routing, num_experts: int) -> Dispatch:
+    """Sort the pairs by expert; pairs marked E (dropped or padding) get no row."""
+    flat = routing.expert_ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    rows = int(counts.sum())
+    order = order[:rows]
+    top_k = routing.expert_ids.shape[1]
+    return Dispatch(order // top_k, routing.weights.reshape(-1)[order], counts)
+
+
+def combine(rows: Tensor, plan: Dispatch, tokens: int) -> Tensor:
+    """Add the experts' (already weighted) rows [R, D] to their tokens: [T, D], zero where a token has no row."""
+    return rows.new_zeros(tokens, rows.shape[1]).index_add(0, plan.row_token, rows)

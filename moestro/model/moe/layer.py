@@ -1,0 +1,35 @@
+"""The mixture-of-experts feed-forward: route → dispatch → experts → combine."""
+
+from torch import Tensor, nn
+
+from moestro.config import ModelConfig
+from moestro.model.mlp import SwiGLU
+from moestro.model.moe.dispatch import combine, dispatch
+from moestro.model.moe.experts import Experts
+from moestro.model.moe.router import Router, RouterStats, TokenGroups
+
+
+class MoELayer(nn.Module):
+    """Each token visits top_k of num_experts SwiGLU experts, and all shared ones."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        self.layer = layer
+        self.router = Router(
+            config.hidden_size, moe.num_experts, config.top_k_of_layer(layer), moe.router, moe.balance
+        )
+        self.experts = Experts(moe.num_experts, config.hidden_size, moe.expert_hidden_size, moe.experts)
+        shared = moe.num_shared_experts * moe.expert_hidden_size
+        self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+
+    def forward(self, x: Tensor, groups: TokenGroups) -> tuple[Tensor, RouterStats]:
+        """x: [batch, seq, hidden]; returns the same shape and the layer's routing statistics."""
+        tokens = x.flatten(0, -2)
+        routing = self.router(tokens, groups, self.layer)
+        plan = dispatch(routing, len(self.router.weight))
+        out = combine(self.experts(tokens, plan), plan, len(tokens))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(tokens)
+        return out.view_as(x), routing.stats
