@@ -108,7 +108,7 @@ def _speed(run: RunData) -> list[KeyFigure]:
     spread = "not recorded"
     if rate.size:
         low, high = np.percentile(rate, [10, 90])
-        spread = f"median of {grouped(rate.size)} steps; 10–90 %: {si(low)} – {si(high)}"
+        spread = f"median of {grouped(rate.size)} steps; 10–90\u00a0%: {si(low)} – {si(high)}"
     peak = number(run.environment.get("peak_flops_measured"))
     dtype = run.environment.get("peak_dtype")
     against = f"median; of {si(peak, 'FLOP/s')} measured{f' in {dtype}' if dtype else ''}"

@@ -1,0 +1,5 @@
+"""`python -m moestro`."""
+
+from moestro.cli.main import main
+
+main()

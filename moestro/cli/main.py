@@ -1,0 +1,54 @@
+"""The `moestro` command: collects the commands and turns user errors into one line and exit status 2."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import moestro
+from moestro.cli import config, evaluate, generate, papers, report, train
+from moestro.errors import MoestroError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(config.app, name="config")
+app.command("train", no_args_is_help=True)(train.train)
+app.command("generate", no_args_is_help=True)(generate.generate)
+app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)
+app.command("report", no_args_is_help=True)(report.report)
+app.add_typer(papers.app, name="papers")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moestro {moestro.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def moestro_command(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (works anywhere).")] = False,
+) -> None:
+    """Train mixture-of-experts language models, from one laptop CPU upwards."""
+
+
+def main() -> None:
+    """Entry point. Exit status: 0 done, 2 a user error (explained in a line or two), 130 interrupted."""
+    # Must be set before torch loads its OpenMP runtime: spinning threads slow a shared machine many times over.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    debug = "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    try:
+        app()
+    except MoestroError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:  # `moestro … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -1,0 +1,165 @@
+"""Token shards: one memory-mapped file of token ids and the documents' places in it."""
+
+import json
+import os
+import zlib
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.errors import MoestroError
+
+FORMAT_VERSION = 1
+# Below this size the tokens' checksum is verified at every open (tens of milliseconds); above it only the size is,
+# and `Shard.verify` reads everything.
+VERIFY_ON_OPEN_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents as token ids, each followed by end of text.
+
+    `tokens` begins with one extra end of text, so that the token before any position exists: the inputs that predict
+    `tokens[a:b]` are always `tokens[a - 1 : b - 1]`.
+    """
+
+    folder: Path
+    tokens: NDArray[np.unsignedinteger[Any]]  # [1 + tokens], memory-mapped
+    offsets: NDArray[
+        np.int64
+    ]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]], end of text included
+    bytes: NDArray[np.int64]  # [documents], UTF-8 bytes of each text
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Map a shard and check that it is whole.
+
+        Raises:
+            MoestroError: a missing, truncated or altered file.
+        """
+        try:
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            if meta["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {meta['format_version']}, expected {FORMAT_VERSION}")
+            offsets, document_bytes = np.load(folder / "offsets.npy"), np.load(folder / "bytes.npy")
+            tokens_path = folder / "tokens.bin"
+            if (size_bytes := tokens_path.stat().st_size) != meta["tokens_bytes"]:
+                raise ValueError(f"tokens.bin has {size_bytes} bytes, expected {meta['tokens_bytes']}")
+            if _crc(offsets, document_bytes) != meta["index_crc32"]:
+                raise ValueError("offsets.npy or bytes.npy was altered")
+            tokens = np.asarray(np.memmap(tokens_path, dtype=meta["dtype"], mode="r"))
+            shard = cls(folder, tokens, offsets, document_bytes, meta)
+            if size_bytes <= VERIFY_ON_OPEN_BYTES:
+                shard.verify()
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise broken(folder, error) from error
+        return shard
+
+    def verify(self) -> None:
+        """Read all tokens and compare their checksum."""
+        if _crc(self.tokens) != self.meta["tokens_crc32"]:
+            raise broken(self.folder, "tokens.bin was altered")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.bytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be predicted: those of the texts and one end of text for each document."""
+        return int(self.offsets[-1] - self.offsets[0])
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """[documents], tokens of each document with its end of text."""
+        return np.diff(self.offsets)
+
+    def document(self, index: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Token ids of one document, without the end of text."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1] - 1]
+
+
+class ShardWriter:
+    """Write a shard document by document; only 16 bytes per document stay in memory. Use as a context manager.
+
+    meta.json is written last, and only after a clean exit: a folder without it is not a shard.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eot_id: int, meta: dict[str, Any]) -> None:
+        self._folder = folder
+        self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._meta = meta
+        self._offsets = array("q", [1])
+        self._bytes = array("q")
+        self._crc = 0
+        self._eot = np.array([eot_id], dtype=self._dtype)
+        folder.mkdir(parents=True)
+        self._file = (folder / "tokens.bin").open("wb")
+        self._write(self._eot)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._bytes)
+
+    def add(self, tokens: NDArray[Any], text_bytes: int) -> None:
+        """Append one document: its token ids [tokens], without end of text, and the size of its text."""
+        self._write(tokens.astype(self._dtype, copy=False))
+        self._write(self._eot)
+        self._offsets.append(self._offsets[-1] + len(tokens) + 1)
+        self._bytes.append(text_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._file.close()
+        if kind is None:
+            self._finish()
+
+    def _write(self, tokens: NDArray[Any]) -> None:
+        data = tokens.tobytes()
+        self._crc = zlib.crc32(data, self._crc)
+        self._file.write(data)
+
+    def _finish(self) -> None:
+        offsets = np.array(self._offsets, dtype=np.int64)
+        document_bytes = np.array(self._bytes, dtype=np.int64)
+        np.save(self._folder / "offsets.npy", offsets)
+        np.save(self._folder / "bytes.npy", document_bytes)
+        meta = self._meta | {
+            "format_version": FORMAT_VERSION,
+            "dtype": self._dtype.name,
+            "documents": len(document_bytes),
+            "tokens": int(offsets[-1]) - 1,
+            "text_bytes": int(document_bytes.sum()),
+            "tokens_bytes": int(offsets[-1]) * self._dtype.itemsize,
+            "tokens_crc32": self._crc,
+            "index_crc32": _crc(offsets, document_bytes),
+        }
+        write_json(self._folder / "meta.json", meta)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def broken(folder: Path, cause: object) -> MoestroError:
+    """The error for prepared data that cannot be trusted."""
+    return MoestroError(
+        f"prepared data in {folder} is incomplete or damaged: {cause}. Delete that folder and run again"
+    )
+
+
+def _crc(*arrays: NDArray[Any]) -> int:
+    crc = 0
+    for item in arrays:
+        crc = zlib.crc32(item.view(np.uint8).data, crc)
+    return crc

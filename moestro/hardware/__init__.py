@@ -1,0 +1,1 @@
+"""What the machine is and how fast it measures."""

@@ -1,0 +1,1 @@
+"""Optimizers, which parameter goes to which, and learning-rate schedules."""

@@ -1,0 +1,39 @@
+"""A trained model from its run folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moestro.checkpoint.store import load_checkpoint, newest_good
+from moestro.config import Config, load_config
+from moestro.data.tokenizer import Tokenizer
+from moestro.errors import MoestroError
+from moestro.hardware.device import resolve_device
+from moestro.model.transformer import Transformer
+from moestro.train.loop import build_model
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    folder: Path
+    config: Config
+    model: Transformer  # in evaluation mode
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(folder: Path, device: str = "auto") -> LoadedRun:
+    """Load the newest good checkpoint of a run.
+
+    Raises:
+        MoestroError: no run, or no usable checkpoint, in `folder`.
+    """
+    if not (folder / "config.toml").is_file():
+        raise MoestroError(f"{folder} holds no run (no config.toml); give the folder that `moestro train` printed")
+    config = load_config(str(folder / "config.toml")).config
+    path, damaged = newest_good(folder / "checkpoints")
+    if path is None:
+        detail = f": {damaged[0]}" if damaged else "; train longer, or wait for train.checkpoint_every"
+        raise MoestroError(f"{folder} has no usable checkpoint{detail}")
+    model = build_model(config, resolve_device(device))
+    progress = load_checkpoint(path, model, [])
+    return LoadedRun(folder, config, model.eval(), Tokenizer.load(folder / "tokenizer.json"), progress.step)
