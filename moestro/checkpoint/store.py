@@ -7,8 +7,10 @@ disk and then renamed: a folder with the final name is complete. Loading verifie
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,8 @@ def save_checkpoint(
     try:
         temporary.mkdir(parents=True)
         model_state, optimizer_state = get_state_dict(model, optimizers)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, no_dist=True)
+        with _one_process():
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, no_dist=True)
         _write_manifest(temporary, progress)
         temporary.rename(final)
         _sync(folder)
@@ -79,7 +82,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
     if optimizers:
         state["optimizer"] = optimizer_state
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        with _one_process():
+            dcp.load(state, checkpoint_id=path, no_dist=True)
     except Exception as error:  # CheckpointException and friends: the files are good, so the config must differ
         raise MoestroError(
             f"checkpoint {path} does not fit this configuration: {_root_cause(error)}. "
@@ -105,6 +109,14 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
             return path, damaged
         damaged.append(f"{path} is damaged ({problem}) and was passed over")
     return None, damaged
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Silence torch's remark that there is no process group: here that is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _write_manifest(folder: Path, progress: Progress) -> None:

@@ -1,12 +1,11 @@
-"""`moestro config`: list presets, show a resolved configuration."""
+"""`moestro config`: list presets, show a resolved configuration.
+
+Like all commands it imports what it needs when it runs, so that `moestro --help` answers at once.
+"""
 
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from moestro.config import describe, load_config, preset_names
 
 app = typer.Typer(no_args_is_help=True, help="Presets and resolved configurations.")
 
@@ -14,6 +13,11 @@ app = typer.Typer(no_args_is_help=True, help="Presets and resolved configuration
 @app.command("list")
 def list_presets() -> None:
     """List the presets."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from moestro.config import load_config, preset_names
+
     table = Table(box=None, pad_edge=False)
     table.add_column("preset", style="bold")
     table.add_column("what it is")
@@ -28,6 +32,11 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
 ) -> None:
     """Print every setting, its value, and where the value came from."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from moestro.config import describe, load_config
+
     table = Table(box=None, pad_edge=False)
     for column in ("setting", "value", "from"):
         table.add_column(column, overflow="fold")

@@ -4,8 +4,6 @@ from typing import Annotated
 
 import typer
 
-from moestro.config import load_config
-
 
 def train(
     preset: Annotated[str, typer.Argument(help="A preset's name or a TOML file; see `moestro config list`.")],
@@ -15,7 +13,9 @@ def train(
 
     Ctrl-C saves a checkpoint and stops; run the same command with run.resume=auto to continue, to the same last bit.
     """
-    config = load_config(preset, overrides or ()).config
+    from moestro.config import load_config
+
+    config = load_config(preset, overrides or ()).config  # before torch loads: a mistake is answered at once
 
     from moestro.report import write_report
     from moestro.report.summary import print_summary

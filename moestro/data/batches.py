@@ -44,7 +44,7 @@ class TrainStream:
         self._sources = [_PackedSource(shard, config.seq_len) for shard in prepared.train]
         self._mixture = Mixture([source.weight for source in config.sources], seed)
         self._orders = [SequenceOrder(s.packing.num_sequences, seed, j) for j, s in enumerate(self._sources)]
-        self._assembler = _Assembler(self._sources, config.seq_len, prepared.tokenizer.eot_id)
+        self._assembler = _Assembler(self._sources, config.seq_len)
 
     @property
     def num_sequences(self) -> int:
@@ -82,7 +82,7 @@ class ValidationStream:
 
     def __init__(self, prepared: PreparedData, config: DataConfig) -> None:
         self._sources = [_PackedSource(shard, config.seq_len) for shard in prepared.validation]
-        self._assembler = _Assembler(self._sources, config.seq_len, prepared.tokenizer.eot_id)
+        self._assembler = _Assembler(self._sources, config.seq_len)
         self._source_of = np.repeat(np.arange(len(self._sources)), [s.packing.num_sequences for s in self._sources])
         self._sequence_of = np.concatenate([np.arange(s.packing.num_sequences) for s in self._sources])
         self.bytes: int = sum(int(shard.bytes.sum()) for shard in prepared.validation)
@@ -113,10 +113,9 @@ class _PackedSource:
 class _Assembler:
     """Gathers sequences of several sources into the tensors of a batch."""
 
-    def __init__(self, sources: list[_PackedSource], seq_len: int, eot_id: int) -> None:
+    def __init__(self, sources: list[_PackedSource], seq_len: int) -> None:
         self._sources = sources
         self._seq_len = seq_len
-        self._eot_id = eot_id
 
     def batch(self, source: NDArray[np.int64], sequence: NDArray[np.int64], samples: NDArray[np.int64]) -> Batch:
         shape = (len(samples), self._seq_len)
@@ -148,7 +147,7 @@ class _Assembler:
         used = np.add.reduceat(length, run_end - runs_of)
         length[is_padding] = self._seq_len - used
         start = np.cumsum(length) - length
-        token = np.ones_like(length)  # padding reads the shard's first token, to be overwritten
+        token = np.ones_like(length)  # padding's input is then the end of text at the shard's start
         token[~is_padding] = source.piece_token[piece]
 
         place = np.arange(len(sequences) * self._seq_len)
@@ -159,6 +158,5 @@ class _Assembler:
         labels = source.tokens[where].astype(np.int64)
         labels[padding] = IGNORE
         inputs = source.tokens[where - 1].astype(np.int64)
-        inputs[padding] = self._eot_id
         documents = np.repeat(np.where(is_padding, -1, run_in_sequence).astype(np.int32), length)
         return inputs, labels, documents, positions

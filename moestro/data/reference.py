@@ -13,5 +13,5 @@ def xz_bits_per_byte(prepared: PreparedData) -> float:
     for shard in prepared.validation:
         for index in range(shard.num_documents):
             if len(text) < MAX_BYTES:
-                text += prepared.tokenizer.decode(shard.document(index)[:-1]).encode()
+                text += prepared.tokenizer.decode(shard.document(index)).encode()
     return 8 * len(lzma.compress(bytes(text), preset=9)) / len(text)

@@ -9,7 +9,7 @@ import numpy as np
 
 from moestro.report.curves import bin_means, heatmap_columns, layer_points, thin
 from moestro.report.read import FloatArray, LayerSeries, RunData
-from moestro.report.style import MUTED, Plot, curve, depth_colour, figure
+from moestro.report.style import MUTED, Plot, curve, depth_colour, figure, whole_ticks
 from moestro.report.text import grouped, percent
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def expert_plots(run: RunData) -> list[Plot]:
 def _per_layer(run: RunData, values: list[FloatArray], unit: str) -> Figure:
     layers, limit = run.train.layers, layer_points(len(run.train.layers))
     traces = [
-        curve(
-            *thin(run.train.step, v, limit), f"layer {layer.layer}", depth_colour(i, len(layers)), width=1.4
-        )
+        curve(*thin(run.train.step, v, limit), f"layer {layer.layer}", depth_colour(i, len(layers)), width=1.4)
         for i, (layer, v) in enumerate(zip(layers, values, strict=True))
     ]
     if len(layers) <= 6:
@@ -130,7 +128,7 @@ def _small_maps(layers: list[LayerSeries], steps: Any, ratios: list[FloatArray],
         trace = Heatmap(coloraxis="coloraxis", **_map(layer, steps, ratio))
         grid.add_trace(trace, row=i // across + 1, col=i % across + 1)
     styled = figure([], "expert").layout
-    for key in ("template", "font", "paper_bgcolor", "plot_bgcolor", "hoverlabel"):
+    for key in ("template", "font", "paper_bgcolor", "plot_bgcolor", "hoverlabel", "separators"):
         grid.layout[key] = styled[key]
     scale = _ratio_scale(ceiling)
     grid.update_layout(
@@ -139,7 +137,8 @@ def _small_maps(layers: list[LayerSeries], steps: Any, ratios: list[FloatArray],
         coloraxis={"cmin": 0, "cmax": ceiling, "colorscale": scale["colorscale"], "colorbar": scale["colorbar"]},
     )
     grid.update_annotations(font={"size": 12, "color": MUTED})
-    grid.update_xaxes(tickformat=",d", nticks=7, showgrid=False, zeroline=False, ticks="outside", ticklen=4)
+    axis = {"showgrid": False, "zeroline": False, "ticks": "outside", "ticklen": 4, "automargin": True}
+    grid.update_xaxes(tickformat=",d", nticks=6, **axis, **whole_ticks(steps))
     grid.update_yaxes(**_expert_axis(max(layer.num_experts for layer in layers)))
     for row in range(1, down + 1):
         grid.update_yaxes(title={"text": "expert", "font": {"color": MUTED}}, row=row, col=1)
@@ -183,7 +182,7 @@ def _map(layer: LayerSeries, steps: Any, ratio: FloatArray) -> dict[str, Any]:
 
 def _expert_axis(experts: int) -> dict[str, Any]:
     axis = {"autorange": "reversed", "showgrid": False, "zeroline": False, "ticks": "outside", "ticklen": 4}
-    return axis | ({"dtick": 1} if experts <= 10 else {"nticks": 9, "tickformat": "d"})
+    return axis | {"automargin": True} | ({"dtick": 1} if experts <= 10 else {"nticks": 9, "tickformat": "d"})
 
 
 def _load_at_end(run: RunData, layers: list[LayerSeries]) -> Plot:
@@ -211,5 +210,7 @@ def _load_at_end(run: RunData, layers: list[LayerSeries]) -> Plot:
     drawn.update_yaxes(type="category", autorange="reversed", showgrid=False)
     drawn.update_xaxes(title={"text": "expert"}, showgrid=False, **({"dtick": 1} if experts <= 32 else {"nticks": 17}))
     step = grouped(int(run.train.step[-1]))
-    caption = f"All layers at the last logged step ({step}), as multiples of the uniform share; one step, not an average."
+    caption = (
+        f"All layers at the last logged step ({step}), as multiples of the uniform share; one step, not an average."
+    )
     return Plot("load-end", "Expert load at the end", caption, drawn, wide=True)

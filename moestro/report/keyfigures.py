@@ -106,7 +106,9 @@ def _speed(run: RunData) -> list[KeyFigure]:
     rate, mfu = run.train.tokens_per_s, run.train.mfu
     rate, mfu = rate[np.isfinite(rate)], mfu[np.isfinite(mfu)]
     spread = "not recorded"
-    if rate.size:
+    if rate.size == 1:
+        spread = "one logged step, so no spread"
+    elif rate.size:
         low, high = np.percentile(rate, [10, 90])
         spread = f"median of {grouped(rate.size)} steps; 10–90\u00a0%: {si(low)} – {si(high)}"
     peak = number(run.environment.get("peak_flops_measured"))
@@ -123,7 +125,10 @@ def _speed(run: RunData) -> list[KeyFigure]:
 def _experts(run: RunData) -> list[KeyFigure]:
     layers = run.train.layers
     if not layers:
-        return [KeyFigure("Experts", "none", "a dense model: no load to balance, nothing to drop")]
+        return [
+            KeyFigure("Worst load imbalance", "–", "a dense model: no experts to balance"),
+            KeyFigure("Dropped assignments", "–", "a dense model: no router, nothing to drop"),
+        ]
     worst = np.stack([layer.max_over_mean for layer in layers])  # [layers, steps]
     dropped = np.stack([layer.dropped for layer in layers])
     figures = [KeyFigure("Worst load imbalance", "–", "not recorded")]

@@ -86,7 +86,8 @@ def _render(run: RunData) -> str:
 def _figures(plots: list[Plot]) -> str:
     """The figures as JSON inside a script element, where only `<` can end it."""
     parts = [f"{json.dumps(f'plot-{plot.key}')}:{plot.figure.to_json(engine='json')}" for plot in plots]
-    return ("{" + ",".join(parts) + "}").replace("<", "\\u003c")
+    # plotly writes every `/` of its base64 as six characters, which makes the page a tenth larger for nothing.
+    return ("{" + ",".join(parts) + "}").replace("\\u002f", "/").replace("<", "\\u003c")
 
 
 def _version(run: RunData) -> str:

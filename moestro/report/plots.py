@@ -99,7 +99,7 @@ def _bits_per_byte(run: RunData) -> Plot:
     bits = thin(evals.step, evals.bits_per_byte)
     traces: list[object] = [curve(*bits, "this run", ORANGE, mode="lines+markers", size=7, width=2)]
     low, high = float(min(run.train.step[0], evals.step[0])), float(max(run.train.step[-1], evals.step[-1]))
-    ends = np.array([low, high if high > low else low + 1], dtype=np.int64)
+    ends = np.array([low, high] if high > low else [low - 1, low + 1], dtype=np.int64)
     for index, (name, value) in enumerate(sorted(run.references.items(), key=lambda item: -item[1])):
         traces.append(
             curve(
@@ -123,6 +123,7 @@ def _grad_norm(run: RunData) -> Plot:
     traces: list[object] = [curve(*thin(train.step, train.grad_norm), "gradient norm", BLUE, width=1.3)]
     finite = train.grad_norm[np.isfinite(train.grad_norm)]
     drawn = figure(traces, "L2 norm")
+    drawn.update_yaxes(rangemode="nonnegative")
     caption = "Of all gradients together, before clipping."
     clip = number(run.config.get("train", {}).get("grad_clip") if isinstance(run.config.get("train"), dict) else None)
     if np.isfinite(clip) and finite.size:

@@ -53,11 +53,17 @@ def curve(step: IntArray, values: FloatArray, name: str, colour: str, **options:
     )
 
 
+def whole_ticks(steps: IntArray | FloatArray) -> dict[str, Any]:
+    """Axis options for a few steps only, where plotly would label fractions of one."""
+    return {"dtick": 1} if steps.size and np.ptp(steps) < 8 else {}
+
+
 def figure(traces: Sequence[object], y_title: str, height: int = 310, **layout: Any) -> Figure:
-    """A figure over training steps in the house style."""
+    """A figure in the house style, by default over training steps."""
     from plotly.graph_objects import Figure
     from plotly.graph_objs.layout import Template
 
+    title = {"font": {"size": 12, "color": MUTED}, "standoff": 8}
     axis = {
         "gridcolor": GRID,
         "linecolor": "#c5ced6",
@@ -66,7 +72,6 @@ def figure(traces: Sequence[object], y_title: str, height: int = 310, **layout: 
         "ticks": "outside",
         "ticklen": 4,
         "tickcolor": "#c5ced6",
-        "title": {"font": {"size": 12, "color": MUTED}, "standoff": 8},
         "automargin": True,
     }
     drawn = Figure(data=list(traces))
@@ -77,15 +82,17 @@ def figure(traces: Sequence[object], y_title: str, height: int = 310, **layout: 
         paper_bgcolor="white",
         plot_bgcolor="white",
         font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": INK},
+        separators=".\u202f",
         hovermode="x unified",
         hoverlabel={"bgcolor": "white", "bordercolor": "#c5ced6", "font": {"color": INK}},
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         showlegend=len(traces) > 1,
-        xaxis={**axis, "title": {**axis["title"], "text": "step"}, "tickformat": ",d", "nticks": 8},
-        yaxis={**axis, "title": {**axis["title"], "text": y_title}},
+        xaxis={**axis, "title": {**title, "text": "step"}, "tickformat": ",d", "nticks": 8},
+        yaxis={**axis, "title": {**title, "text": y_title}},
     )
     drawn.update_layout(**layout)
+    if not drawn.layout.showlegend:
+        drawn.update_layout(margin={"t": 14})
     steps = np.concatenate([np.asarray(getattr(trace, "x", ())) for trace in traces]) if traces else np.zeros(0)
-    if 0 < steps.size and np.ptp(steps) < 8:
-        drawn.update_xaxes(dtick=1)  # otherwise plotly labels fractions of a step
+    drawn.update_xaxes(**whole_ticks(steps))
     return drawn

@@ -3,6 +3,7 @@
 import math
 
 MISSING = "–"
+_SPACE = "\u00a0"  # a unit must not fall onto the next line
 
 
 def si(value: float, unit: str = "") -> str:
@@ -12,9 +13,9 @@ def si(value: float, unit: str = "") -> str:
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         # 999 999 must round up to 1.00 M, not to 1000 k.
         if abs(value) >= scale * 0.9995:
-            return f"{_three_digits(value / scale)} {prefix}{unit}"
+            return f"{_three_digits(value / scale)}{_SPACE}{prefix}{unit}"
     digits = f"{value:.0f}" if float(value).is_integer() else _three_digits(value)
-    return f"{digits} {unit}".rstrip()
+    return f"{digits}{_SPACE}{unit}".rstrip()
 
 
 def _three_digits(value: float) -> str:
@@ -31,10 +32,10 @@ def percent(value: float) -> str:
     if not math.isfinite(value):
         return MISSING
     if value == 0:
-        return "0 %"
+        return f"0{_SPACE}%"
     if abs(value) < 1e-4:
-        return "< 0.01 %"
-    return f"{100 * value:.2f} %" if abs(value) < 0.01 else f"{100 * value:.1f} %"
+        return f"<{_SPACE}0.01{_SPACE}%"
+    return f"{100 * value:.2f}{_SPACE}%" if abs(value) < 0.01 else f"{100 * value:.1f}{_SPACE}%"
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,8 @@ CORPUS = [
     "The people of the United States, in order to form a more perfect Union. " * 20,
     "naïve café 你好\r\n\tx" * 20,
 ]
+# Runs of white space that become single tokens, so that a cut inside one would show.
+CORPUS.append("if a:\n\n    b   \n\t\tc\r\n\r\n" * 40)
 BYTE = Tokenizer.byte()
 BPE = Tokenizer.train_bpe(CORPUS, 300)
 SPECIAL = "a <|endoftext|> b"
@@ -42,12 +44,16 @@ def test_text_never_becomes_the_special_token(tokenizer: Tokenizer) -> None:
 def test_sizes_and_ids() -> None:
     assert (BYTE.vocab_size, BYTE.eot_id) == (257, 256)
     assert (BPE.vocab_size, BPE.eot_id) == (300, 0)
+    assert any(len(BPE.decode([i])) > 2 and BPE.decode([i]).isspace() for i in range(1, 300))
     assert BPE.encode("").tolist() == []
-    assert max(len(BPE.encode(CORPUS[0])), 1) < len(CORPUS[0]) / 2
+    assert len(BPE.encode(CORPUS[0])) < 0.6 * len(CORPUS[0])
 
 
 @settings(deadline=None)
 @given(prose, st.integers(1, 8))
+@example(CORPUS[2], 1)
+@example(CORPUS[2], 3)
+@example("word" + " " * 12 + "word", 5)
 def test_cutting_long_texts_does_not_change_the_tokens(text: str, piece_chars: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_PIECE_CHARS", 10**9)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-CONFIG = """description = "Eight small experts on a mixture of tales: does bias balancing hold without an auxiliary loss?"
+CONFIG = """description = "Eight small experts on tales: does bias balancing hold without an auxiliary loss?"
 
 [model]
 vocab_size = 4096
@@ -78,13 +78,13 @@ def train_record(step: int, steps: int, layers: int = 4, experts: int = 8, seed:
         "kind": "train",
         "step": step,
         "loss": 2.9 + 5.4 * math.exp(-9 * progress) - 0.5 * progress + float(rng.normal(0, 0.07)),
-        "aux_loss": 1 + 0.6 * math.exp(-12 * progress) + abs(float(rng.normal(0, 0.01))),
+        "aux_loss": 1 + 0.6 * math.exp(-12 * progress) + abs(float(rng.normal(0, 0.01))) if layers else 0.0,
         "z_loss": 0.0,
         "lr": 3e-3 * min(1, step / (0.1 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * progress)),
         "grad_norm": 0.35 + 3.2 * math.exp(-14 * progress) + float(rng.gamma(2, 0.06)),
         "tokens": step * 8192,
         "tokens_per_s": 8192 / step_s,
-        "mfu": 38.2e6 * 8192 / step_s / 118.4e9 * 0.1,
+        "mfu": 38.2e6 * 8192 / step_s / 118.4e9 * 0.04,
         "step_s": step_s,
         "time_s": 0.34 * step,
         "layers": [_layer(i + 1, progress, experts, rng) for i in range(layers)],
@@ -108,7 +108,14 @@ def _layer(layer: int, progress: float, experts: int, rng: np.random.Generator) 
 
 def eval_record(step: int, steps: int) -> dict[str, Any]:
     loss = 2.95 + 5.3 * math.exp(-9 * step / steps) - 0.45 * step / steps
-    return {"kind": "eval", "step": step, "loss": loss, "bits_per_byte": loss / 1.94, "tokens": 144_000, "bytes": 402_118}
+    return {
+        "kind": "eval",
+        "step": step,
+        "loss": loss,
+        "bits_per_byte": loss / 1.94,
+        "tokens": 144_000,
+        "bytes": 402_118,
+    }
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -148,7 +155,19 @@ def write_run(
 def _samples(steps: int) -> list[dict[str, Any]]:
     tale = " there was a king who had three daughters, and the youngest of them would not\nspeak to the wind."
     return [
-        {"step": steps // 2 or 1, "prompt": "Once upon a time", "text": " the the king", "temperature": 0.8, "top_p": 0.95},
+        {
+            "step": steps // 2 or 1,
+            "prompt": "Once upon a time",
+            "text": " the the king",
+            "temperature": 0.8,
+            "top_p": 0.95,
+        },
         {"step": steps, "prompt": "Once upon a time", "text": tale, "temperature": 0.8, "top_p": 0.95},
-        {"step": steps, "prompt": "<b>bold</b> & ", "text": "<script>alert('x')</script>", "temperature": 1, "top_p": 1},
+        {
+            "step": steps,
+            "prompt": "<b>bold</b> & ",
+            "text": "<script>alert('x')</script>",
+            "temperature": 1,
+            "top_p": 1,
+        },
     ]
