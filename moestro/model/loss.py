@@ -55,12 +55,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * grad.to(grad_weight.dtype),
-            None,
-            None,
-        )
+        return _times(grad_hidden, grad), _times(grad_weight, grad), None, None
+
+
+def _times(tensor: Tensor | None, factor: Tensor) -> Tensor | None:
+    # Nearly always the factor is 1; asking is free on a CPU and would stall an accelerator.
+    if tensor is None or (factor.device.type == "cpu" and factor.item() == 1):
+        return tensor
+    return tensor * factor.to(tensor.dtype)
 
 
 def _block_rows(hidden: Tensor, weight: Tensor) -> int:

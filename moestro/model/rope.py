@@ -1,5 +1,7 @@
 """Rotary position embeddings (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,5 +21,29 @@ def rope_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tens
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x: [batch, heads, seq, head_dim] by the tables of `rope_tables`; computed in fp32, returned in x's dtype."""
-    first, second = x.float().chunk(2, dim=-1) if x.dtype in (torch.bfloat16, torch.float16) else x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    result: Tensor = _Rotate.apply(x, cos, sin)
+    return result
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the rotation back, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    first, second = wide.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out.to(x.dtype)

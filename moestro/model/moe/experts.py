@@ -1,7 +1,9 @@
 """Stage three: SwiGLU experts over rows grouped by expert, in three interchangeable implementations.
 
-Each takes the tokens x [T, D], a Dispatch of R rows, and the packed weights gate, up [E, H, D], down [E, D, H]; each
-returns the rows' outputs [R, D], already multiplied by their gate weights.
+Each takes the tokens x [T, D], a Dispatch of R rows, and the packed weights gate_up [E, 2, H, D], down [E, D, H]; each
+returns the rows' outputs [R, D], already multiplied by their gate weights. The gate and up projections are stacked so
+that one product serves both; as the last two axes are a matrix each, an optimizer that works on matrices sees them
+apart, and flattening axes 1 and 2 gives the fused layout of Hugging Face.
 
 * reference: a plain loop, the definition the others are tested against.
 * segmented: one autograd function that works through the experts one at a time, so that a block of rows is gathered,
@@ -30,17 +32,16 @@ class Experts(nn.Module):
         implementation: Literal["auto", "reference", "grouped", "segmented"],
     ) -> None:
         super().__init__()
-        self.gate_proj = nn.Parameter(torch.empty(num_experts, expert_hidden_size, hidden_size))
-        self.up_proj = nn.Parameter(torch.empty(num_experts, expert_hidden_size, hidden_size))
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, expert_hidden_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_hidden_size))
         self.implementation = implementation
 
     def forward(self, x: Tensor, plan: Dispatch) -> Tensor:
         """x: [T, D]; returns [R, D]."""
-        weights = self.gate_proj, self.up_proj, self.down_proj
+        weights = self.gate_up_proj, self.down_proj
         implementation = self.implementation
         if implementation == "auto":
-            implementation = "grouped" if _grouped_is_faster(x, self.gate_proj) else "segmented"
+            implementation = "grouped" if _grouped_is_faster(x, self.down_proj) else "segmented"
         if implementation == "reference":
             return reference_experts(x, plan, *weights)
         if implementation == "grouped":
@@ -54,23 +55,24 @@ def _grouped_is_faster(x: Tensor, weight: Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:])
 
 
-def reference_experts(x: Tensor, plan: Dispatch, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def reference_experts(x: Tensor, plan: Dispatch, gate_up: Tensor, down: Tensor) -> Tensor:
     out, start = [], 0
     for expert, count in enumerate(plan.counts.tolist()):
         rows = x[plan.row_token[start : start + count]]
-        hidden = F.silu(rows @ gate[expert].to(x.dtype).t()) * (rows @ up[expert].to(x.dtype).t())
+        gate, up = gate_up[expert].to(x.dtype)
+        hidden = F.silu(rows @ gate.t()) * (rows @ up.t())
         weight = plan.row_weight[start : start + count, None].to(x.dtype)
         out.append((hidden @ down[expert].to(x.dtype).t()) * weight)
         start += count
     return torch.cat(out)
 
 
-def grouped_experts(x: Tensor, plan: Dispatch, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    rows = x[plan.row_token]
+def grouped_experts(x: Tensor, plan: Dispatch, gate_up: Tensor, down: Tensor) -> Tensor:
     ends = plan.counts.cumsum(0).to(torch.int32)
-    gate, up, down = (w.to(x.dtype).transpose(1, 2) for w in (gate, up, down))
-    hidden = F.silu(grouped_mm(rows, gate, ends)) * grouped_mm(rows, up, ends)
-    return grouped_mm((hidden * plan.row_weight.unsqueeze(1)).to(x.dtype), down, ends)
+    gate_up, down = gate_up.to(x.dtype).flatten(1, 2).transpose(1, 2), down.to(x.dtype).transpose(1, 2)
+    gate, up = grouped_mm(x[plan.row_token], gate_up, ends).chunk(2, dim=-1)
+    hidden = F.silu(gate) * up * plan.row_weight.unsqueeze(1)
+    return grouped_mm(hidden.to(x.dtype), down, ends)
 
 
 # grouped_mm's own fake kernel takes bf16 only and its backward wants a contiguous gradient; wrapped as one operator it
@@ -115,62 +117,58 @@ class SegmentedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, row_token: Tensor, row_weight: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor
+        ctx: Any, x: Tensor, row_token: Tensor, row_weight: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        wide, rows = product_dtype(x), len(row_token)
+        wide, rows, width = product_dtype(x), len(row_token), down.shape[2]
         ctx.sizes = sizes = counts.tolist()
         keep = any(ctx.needs_input_grad)
-        gates = x.new_empty(rows if keep else max(sizes), gate.shape[1], dtype=x.dtype)
-        ups = torch.empty_like(gates)
+        gates_ups = x.new_empty(rows if keep else max(sizes), 2 * width)
         out = x.new_empty(rows, x.shape[1])
         start = 0
-        for size, w_gate, w_up, w_down in zip(sizes, gate.unbind(0), up.unbind(0), down.unbind(0), strict=True):
+        for size, w_gate_up, w_down in zip(sizes, gate_up.flatten(1, 2).unbind(0), down.unbind(0), strict=True):
             if size == 0:
                 continue
             segment = slice(start, start + size)
-            place = segment if keep else slice(0, size)
-            rows_in = x[row_token[segment]].to(wide)
-            g = _product_into(gates[place], rows_in, _as(w_gate, x.dtype, wide).t())
-            u = _product_into(ups[place], rows_in, _as(w_up, x.dtype, wide).t())
-            hidden = F.silu(g).mul_(u).mul_(row_weight[segment, None].to(wide))
-            _product_into(out[segment], hidden, _as(w_down, x.dtype, wide).t())
             start += size
+            place = gates_ups[segment if keep else slice(0, size)]
+            gate_up_rows = _product_into(place, x[row_token[segment]].to(wide), _as(w_gate_up, x.dtype, wide).t())
+            hidden = F.silu(gate_up_rows[:, :width]).mul_(gate_up_rows[:, width:])
+            hidden.mul_(row_weight[segment, None].to(wide))
+            _product_into(out[segment], hidden, _as(w_down, x.dtype, wide).t())
         if keep:
-            ctx.save_for_backward(x, row_token, row_weight, gates, ups, gate, up, down)
+            ctx.save_for_backward(x, row_token, row_weight, gates_ups, gate_up, down)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, row_token, row_weight, gates, ups, gate, up, down = ctx.saved_tensors
-        wide = product_dtype(x)
+        x, row_token, row_weight, gates_ups, gate_up, down = ctx.saved_tensors
+        wide, width = product_dtype(x), down.shape[2]
         grad_x = torch.zeros_like(x, dtype=wide)
         grad_row_weight = torch.empty_like(row_weight)
-        grad_gate, grad_up, grad_down = (torch.empty_like(w) for w in (gate, up, down))
+        grad_gate_up, grad_down = torch.empty_like(gate_up), torch.empty_like(down)
+        scratch = x.new_empty(max(ctx.sizes), 2 * width, dtype=wide)
         start = 0
         for expert, size in enumerate(ctx.sizes):
             if size == 0:
-                for g_w in (grad_gate, grad_up, grad_down):
-                    g_w[expert].zero_()
+                grad_gate_up[expert].zero_()
+                grad_down[expert].zero_()
                 continue
             segment = slice(start, start + size)
             start += size
             tokens, weight = row_token[segment], row_weight[segment, None].to(wide)
-            g, u, dy = gates[segment].to(wide), ups[segment].to(wide), grad[segment].to(wide)
-            silu = F.silu(g)
-            hidden = silu * u
-            d_hidden = dy @ _as(down[expert], x.dtype, wide)
+            gate, up = gates_ups[segment].to(wide).chunk(2, dim=1)
+            d_out, d_gate_up = grad[segment].to(wide), scratch[:size]
+            silu = F.silu(gate)
+            hidden = silu * up
+            d_hidden = d_out @ _as(down[expert], x.dtype, wide)
             grad_row_weight[segment] = torch.linalg.vecdot(d_hidden, hidden)
-            _product_into(grad_down[expert], dy.t(), hidden.mul_(weight))
+            _product_into(grad_down[expert], d_out.t(), hidden.mul_(weight))
             d_hidden.mul_(weight)
-            d_up = silu.mul_(d_hidden)
-            d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(u), g)
-            rows_in = x[tokens].to(wide)
-            _product_into(grad_gate[expert], d_gate.t(), rows_in)
-            _product_into(grad_up[expert], d_up.t(), rows_in)
-            d_rows = d_gate @ _as(gate[expert], x.dtype, wide)
-            d_rows.addmm_(d_up, _as(up[expert], x.dtype, wide))
-            grad_x.index_add_(0, tokens, d_rows)
-        return grad_x.to(x.dtype), None, grad_row_weight, None, grad_gate, grad_up, grad_down
+            torch.mul(silu, d_hidden, out=d_gate_up[:, width:])
+            d_gate_up[:, :width] = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
+            _product_into(grad_gate_up[expert].flatten(0, 1), d_gate_up.t(), x[tokens].to(wide))
+            grad_x.index_add_(0, tokens, d_gate_up @ _as(gate_up[expert].flatten(0, 1), x.dtype, wide))
+        return grad_x.to(x.dtype), None, grad_row_weight, None, grad_gate_up, grad_down
 
 
 def _as(weight: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
