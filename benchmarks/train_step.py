@@ -70,22 +70,26 @@ def transformers_step(layers: int, dtype: str) -> Step:
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     torch.manual_seed(0)
-    config = OlmoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        max_position_embeddings=SEQ,
-        output_router_logits=True,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        experts_implementation="grouped_mm",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "max_position_embeddings": SEQ,
+        "output_router_logits": True,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+        "experts_implementation": "grouped_mm",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = OlmoeConfig(**settings)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    model = OlmoeForCausalLM(config).to(kind).train()
+    model: Any = OlmoeForCausalLM(config)
+    model.to(kind).train()
     tokens = _tokens()
 
     def step() -> float:
@@ -253,7 +257,7 @@ def main() -> None:
         return
     versions = {p: metadata.version(p) for p in ("torch", "transformers", "litgpt") if _installed(p)}
     print(f"\nmeasured on {platform.processor() or platform.machine()}, {args.threads} threads, {versions}")
-    print(f"{args.layers} layers, {args.dtype}, {BATCH}×{SEQ} tokens, {args.rounds} rounds taking turns; medians [range]\n")
+    print(f"{args.layers} layers, {args.dtype}, {BATCH}×{SEQ} tokens, {args.rounds} rounds in turn; medians [range]\n")
     print(f"{'':36}{'CPU s':>7}{'wall s':>8}{'peak GB':>9}{'- import':>9}   ours/it CPU           ours/it peak")
     ours = next(row for row in rows if row["peer"] == REFERENCE)
     for row in rows:
@@ -264,8 +268,8 @@ def main() -> None:
             f"{row['peak_over_import_gb']:9.2f}   {median:5.3f} [{low:.3f}-{high:.3f}]   {memory:10.2f}"
         )
     print(
-        f"\nfp32 GEMM floor {floor_s:.2f} CPU s ({floor_flops(args.layers) / 1e9:.0f} GFLOP at the rate measured at the "
-        f"experts' shape): ours reaches {floor_s / ours['cpu_s']:.0%} of it"
+        f"\nfp32 GEMM floor {floor_s:.2f} CPU s ({floor_flops(args.layers) / 1e9:.0f} GFLOP at the rate measured for the "
+        f"experts' products): ours reaches {floor_s / ours['cpu_s']:.0%} of it"
     )
 
 

@@ -89,9 +89,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
             f"checkpoint {path} does not fit this configuration: {_root_cause(error)}. "
             "Continue with the settings in the run's config.toml, or start a new run.name"
         ) from error
-    set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {})
-    )
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
     return Progress(**json.loads((path / MANIFEST).read_text())["progress"])
 
 
@@ -102,7 +100,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each newer one that does not."""
-    damaged = []
+    damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
         problem = _problem(path)
         if problem is None:

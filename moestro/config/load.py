@@ -101,10 +101,7 @@ def _insert(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
     node: Any = tree
     for part in parents:
-        if isinstance(node, list):
-            node = node[_index(node, part, dotted)]
-        else:
-            node = node.setdefault(part, {})
+        node = node[_index(node, part, dotted)] if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, dict | list):
             raise MoestroError(f"unknown key '{dotted}' (command line): '{part}' is a value, not a section")
     if isinstance(node, list):

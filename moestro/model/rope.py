@@ -20,7 +20,7 @@ def rope_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tens
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x: [batch, heads, seq, head_dim] by the tables of `rope_tables`; computed in fp32, returned in x's dtype."""
+    """Rotate x [batch, heads, seq, head_dim] by the tables of `rope_tables`, in fp32; returned in x's dtype."""
     result: Tensor = _Rotate.apply(x, cos, sin)
     return result
 

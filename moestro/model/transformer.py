@@ -108,9 +108,7 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 # Statistics leave the block as outputs, so the second forward of a recomputed block counts nothing.
-                x, layer_stats = checkpoint(
-                    block, x, rope, mask, groups, use_reentrant=False, preserve_rng_state=False
-                )
+                x, layer_stats = checkpoint(block, x, rope, mask, groups, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, layer_stats = block(x, rope, mask, groups, cache.layers[i] if cache is not None else None)
             if layer_stats is not None:

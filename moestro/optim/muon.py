@@ -39,20 +39,19 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"Muon takes matrices, got a parameter of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert closure is None, "Muon evaluates no closure"
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: gradients are there already
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
-        buffer.lerp_(parameter.grad, 1 - group["momentum"])
-        update = parameter.grad.lerp(buffer, group["momentum"])  # Nesterov
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(buffer, group["momentum"])  # Nesterov
         scale = 0.2 * max(parameter.shape[-2:]) ** 0.5
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(orthogonalize(update, group["steps"]).to(parameter.dtype), alpha=-group["lr"] * scale)

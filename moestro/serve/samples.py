@@ -17,7 +17,13 @@ def write_samples(folder: Path) -> list[dict[str, Any]]:
     records = []
     for prompt in run.config.run.sample_prompts:
         pieces = generate(run.model, run.tokenizer, prompt, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
-        record = {"step": run.step, "prompt": prompt, "text": "".join(pieces), "temperature": TEMPERATURE, "top_p": TOP_P}
+        record = {
+            "step": run.step,
+            "prompt": prompt,
+            "text": "".join(pieces),
+            "temperature": TEMPERATURE,
+            "top_p": TOP_P,
+        }
         records.append(record)
     write_text(folder / "samples.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     return records

@@ -92,7 +92,9 @@ class RunFolder:
                 stream.truncate(content.rfind(b"\n") + 1)
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        self.append("events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": name, "step": step, **details})
+        self.append(
+            "events.jsonl", {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": name, "step": step, **details}
+        )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -127,7 +129,9 @@ def _git_state() -> tuple[str | None, bool | None]:
         return None, None
     try:
         head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None, None
     return head.stdout.strip(), bool(status.stdout.strip())

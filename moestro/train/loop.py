@@ -48,7 +48,9 @@ def train(config: Config) -> TrainResult:
     device = resolve_device(config.run.device)
     with RunFolder(path) as folder:
         if folder.has_run and config.run.resume == "never":
-            raise MoestroError(f"{path} already holds a run; continue it with run.resume=auto or choose another run.name")
+            raise MoestroError(
+                f"{path} already holds a run; continue it with run.resume=auto or choose another run.name"
+            )
         prepared = prepare(config.data)
         config = _with_vocabulary(config, prepared)
         if folder.has_run:
@@ -130,9 +132,7 @@ class _Trainer:
         balance = config.model.moe.balance if config.model.moe else None
         start = time.perf_counter()
         try:
-            result = train_step(
-                self.model, self.optimizers, batches, balance, config.train.grad_clip, config.run.seed
-            )
+            result = train_step(self.model, self.optimizers, batches, balance, config.train.grad_clip, config.run.seed)
         except NonFiniteError as error:
             self.folder.event("non_finite", step, detail=str(error))
             raise MoestroError(

@@ -55,7 +55,9 @@ def balance_loss(
     members = shares.new_zeros(num_groups).index_add(0, group, weight)
     mean = shares.new_zeros(num_groups, num_experts).index_add(0, group, shares * weight.unsqueeze(1))
     pairs = (group.unsqueeze(1) * num_experts + expert_ids).reshape(-1)
-    chosen = shares.new_zeros(num_groups * num_experts).index_add(0, pairs, weight.repeat_interleave(expert_ids.shape[1]))
+    chosen = shares.new_zeros(num_groups * num_experts).index_add(
+        0, pairs, weight.repeat_interleave(expert_ids.shape[1])
+    )
     # Σ over groups of members · E · Σ_i (chosen_i / (members · K)) · (mean_i / members), over all members.
     product = (chosen.view(num_groups, num_experts) * mean).sum(1) / (members.clamp_min(1) * expert_ids.shape[1])
     return num_experts * product.sum() / members.sum().clamp_min(1)

@@ -22,7 +22,7 @@ from moestro.model.ops import product_dtype
 
 
 class Experts(nn.Module):
-    """The packed weights of a layer's experts: one tensor a matrix, so that idle experts still take part in sharding."""
+    """A layer's experts, packed into two tensors, so that idle experts still take part in sharding."""
 
     def __init__(
         self,

@@ -17,9 +17,7 @@ class MoELayer(nn.Module):
         moe = config.moe
         assert moe is not None
         self.layer = layer
-        self.router = Router(
-            config.hidden_size, moe.num_experts, config.top_k_of_layer(layer), moe.router, moe.balance
-        )
+        self.router = Router(config.hidden_size, moe.num_experts, config.top_k_of_layer(layer), moe.router, moe.balance)
         self.experts = Experts(moe.num_experts, config.hidden_size, moe.expert_hidden_size, moe.experts)
         shared = moe.num_shared_experts * moe.expert_hidden_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None

@@ -104,8 +104,9 @@ def route(
         dropped=_pairs_lost(kept, groups.valid, expert_ids),
         tokens=_valid_tokens(logits, groups.valid),
         token_entropy=_mean_entropy(shares.detach(), groups.valid),
-        aux_loss=balance_loss(shares, expert_ids, balance.aux_scope, groups.seq_len, config.group_size, groups.valid,
-                              global_load),
+        aux_loss=balance_loss(
+            shares, expert_ids, balance.aux_scope, groups.seq_len, config.group_size, groups.valid, global_load
+        ),
         z_loss=z_loss(logits, groups.valid),
     )
     if kept is not None:
