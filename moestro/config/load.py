@@ -46,15 +46,16 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfi
         _insert(tree, key, value)
         origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
         origins.update({key + suffix: "command line" for suffix in _suffixes(value)})
-    return LoadedConfig(parse_config(tree, source=label), origins)
+    source = f"{label}, command line" if overrides else label
+    return LoadedConfig(parse_config(tree, source, origins), origins)
 
 
-def parse_config(tree: Mapping[str, Any], source: str) -> Config:
-    """Check a plain dictionary against the schema; `source` names it in errors."""
+def parse_config(tree: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> Config:
+    """Check a plain dictionary against the schema; errors name a key's origin, or else `source`."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise MoestroError("\n".join(_explain(error, source)[:3])) from error
+        raise MoestroError("\n".join(_explain(error, source, origins or {})[:2])) from error
 
 
 def to_toml(config: Config) -> str:
@@ -136,15 +137,21 @@ def _suffixes(value: Any) -> list[str]:
     return ["." + key if key else "" for key, _ in _leaves(value)]
 
 
-def _explain(error: ValidationError, source: str) -> list[str]:
+def _explain(error: ValidationError, source: str, origins: Mapping[str, str]) -> list[str]:
     """One line for each problem: what, where, and the nearest valid name."""
     lines = []
-    for item in error.errors():
+    whole = source
+    errors = error.errors()
+    for item in errors:
+        depth = len(item["loc"])
+        if any(len(other["loc"]) > depth and other["loc"][:depth] == item["loc"] for other in errors):
+            continue  # follows from the problem inside it
         where = ".".join(str(part) for part in item["loc"])
+        source = origins.get(where, whole)
         if item["type"] == "extra_forbidden":
-            *parents, leaf = [str(part) for part in item["loc"]]
-            names = _fields_at(parents)
-            lines.append(f"unknown key '{where}' ({source}).{nearest(leaf, names)}")
+            parents = [str(part) for part in item["loc"][:-1]]
+            names = [".".join([*parents, name]) for name in _fields_at(parents)]
+            lines.append(f"unknown key '{where}' ({source}).{nearest(where, names)}")
         elif item["type"] == "missing":
             lines.append(f"missing key '{where}' ({source})")
         elif item["type"] == "value_error":

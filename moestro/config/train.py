@@ -42,7 +42,7 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-3, gt=0)  # AdamW's peak learning rate
-    muon_lr: float = Field(2e-2, gt=0)  # Muon's; its update is scaled to AdamW's RMS by 0.2 sqrt(max(rows, columns))
+    muon_lr: float = Field(6e-3, gt=0)  # Muon's; an update has a root mean square of 0.2 muon_lr, as AdamW's has
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
