@@ -1,5 +1,6 @@
 """From a preset or a file, plus overrides, to a checked Config, remembering where each value came from."""
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from moestro.config.root import Config
 from moestro.errors import MoestroError, nearest
 
+UNION_TAGS = ("one", "many")  # of `top_k`: pydantic puts them into the location of an error
 PRESETS_DIR = Path(__file__).parent / "presets"
 
 
@@ -40,12 +42,12 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedConfi
         raise MoestroError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise MoestroError(f"cannot read {path}: {error.strerror}") from error
-    origins = {key: label for key, _ in _leaves(tree)}
+    changed = []
     for override in overrides:
         key, value = _parse_override(override)
         _insert(tree, key, value)
-        origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
-        origins.update({key + suffix: "command line" for suffix in _suffixes(value)})
+        changed.append(key)
+    origins = {leaf: "command line" if _touches(changed, leaf) else label for leaf, _ in _leaves(tree)}
     source = f"{label}, command line" if overrides else label
     return LoadedConfig(parse_config(tree, source, origins), origins)
 
@@ -59,15 +61,24 @@ def parse_config(tree: Mapping[str, Any], source: str, origins: Mapping[str, str
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML that `load_config` reads back to an equal object (unset optional values are left out)."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The config as TOML that `load_config` reads back to an equal object; "none" stands for unset."""
+    return tomli_w.dumps(_none_as_text(config.model_dump(mode="json")))
+
+
+def _none_as_text(tree: Any) -> Any:
+    """TOML has no null; "none" is read back as unset."""
+    if isinstance(tree, dict):
+        return {key: _none_as_text(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_none_as_text(value) for value in tree]
+    return "none" if tree is None else tree
 
 
 def describe(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
     """Rows of (dotted key, value, origin) for every setting, defaults included."""
     rows = []
     for key, value in _leaves(loaded.config.model_dump(mode="json")):
-        text = "(unset)" if value is None else tomli_w.dumps({"v": value}).strip().removeprefix("v = ")
+        text = "(unset)" if value is None else json.dumps(value, ensure_ascii=False)
         rows.append((key, text, loaded.origins.get(key, "default")))
     return rows
 
@@ -98,6 +109,11 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, raw
 
 
+def _touches(changed: Sequence[str], leaf: str) -> bool:
+    """Whether one of the changed keys is the leaf, holds it, or lies inside its list."""
+    return any(f"{leaf}.".startswith(f"{key}.") or key.startswith(f"{leaf}.") for key in changed)
+
+
 def _insert(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
     node: Any = tree
@@ -107,8 +123,6 @@ def _insert(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise MoestroError(f"unknown key '{dotted}' (command line): '{part}' is a value, not a section")
     if isinstance(node, list):
         node[_index(node, leaf, dotted)] = value
-    elif value == "none" and leaf in node:
-        del node[leaf]
     else:
         node[leaf] = value
 
@@ -146,12 +160,13 @@ def _explain(error: ValidationError, source: str, origins: Mapping[str, str]) ->
         depth = len(item["loc"])
         if any(len(other["loc"]) > depth and other["loc"][:depth] == item["loc"] for other in errors):
             continue  # follows from the problem inside it
-        where = ".".join(str(part) for part in item["loc"])
+        where = ".".join(str(part) for part in item["loc"] if part not in UNION_TAGS)
         source = origins.get(where, whole)
         if item["type"] == "extra_forbidden":
             parents = [str(part) for part in item["loc"][:-1]]
-            names = [".".join([*parents, name]) for name in _fields_at(parents)]
-            lines.append(f"unknown key '{where}' ({source}).{nearest(where, names)}")
+            hint = nearest(str(item["loc"][-1]), _fields_at(parents))
+            hint = hint.replace(" '", f" '{'.'.join(parents)}." if parents else " '", 1)
+            lines.append(f"unknown key '{where}' ({source}).{hint}")
         elif item["type"] == "missing":
             lines.append(f"missing key '{where}' ({source})")
         elif item["type"] == "value_error":

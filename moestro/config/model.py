@@ -1,8 +1,8 @@
 """The architecture: what the transformer is, with nothing about how it is trained or where it runs."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from moestro.config.base import Section
 
@@ -52,7 +52,10 @@ class MoEConfig(Section):
 
     num_experts: int = Field(ge=1)
     # One number for all layers, or one per MoE layer.
-    top_k: int | tuple[int, ...] = 2
+    top_k: Annotated[
+        Annotated[int, Tag("one")] | Annotated[tuple[int, ...], Tag("many")],
+        Discriminator(lambda value: "many" if isinstance(value, list | tuple) else "one"),
+    ] = 2
     expert_hidden_size: int = Field(ge=1)
     # Experts every token visits; together they are one SwiGLU of num_shared_experts * expert_hidden_size.
     num_shared_experts: int = Field(0, ge=0)

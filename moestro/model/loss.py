@@ -19,6 +19,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, scale: 
     Args:
         hidden: [..., D]; weight: [V, D]; labels: [...] int64, IGNORE where nothing is predicted.
     """
+    if not torch.is_grad_enabled():  # a Function sees requires_grad, not whether anyone wants gradients
+        hidden, weight = hidden.detach(), weight.detach()
     result: Tensor = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), scale)
     return result
 

@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(input_ids).to(self.dtype)
         stats = []
         for i, block in enumerate(self.layers):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and cache is None and torch.is_grad_enabled():
                 # Statistics leave the block as outputs, so the second forward of a recomputed block counts nothing.
                 x, layer_stats = checkpoint(block, x, rope, mask, groups, use_reentrant=False, preserve_rng_state=False)
             else:

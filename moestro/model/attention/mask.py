@@ -27,7 +27,9 @@ CAUSAL = AttentionMask()
 def document_mask(document_ids: Tensor, kind: Literal["auto", "sdpa", "flex"]) -> AttentionMask:
     """Causal attention inside each document. document_ids: [batch, seq]; equal numbers mark one document."""
     batch, seq = document_ids.shape
-    if kind == "flex" or (kind == "auto" and document_ids.is_cuda):
+    # Flex attention has no backward on a CPU; the dense mask says the same.
+    flex_runs = document_ids.device.type != "cpu" or not torch.is_grad_enabled()
+    if (kind == "flex" and flex_runs) or (kind == "auto" and document_ids.is_cuda):
 
         def allowed(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (document_ids[b, q] == document_ids[b, k])

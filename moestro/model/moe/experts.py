@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moestro.errors import MoestroError
 from moestro.model.moe.dispatch import Dispatch
 from moestro.model.ops import product_dtype
 
@@ -38,7 +39,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, plan: Dispatch) -> Tensor:
         """x: [T, D]; returns [R, D]."""
-        weights = self.gate_up_proj, self.down_proj
+        weights: tuple[Tensor, Tensor] = (self.gate_up_proj, self.down_proj)
         implementation = self.implementation
         if implementation == "auto":
             implementation = "grouped" if _grouped_is_faster(x, self.down_proj) else "segmented"
@@ -46,6 +47,8 @@ class Experts(nn.Module):
             return reference_experts(x, plan, *weights)
         if implementation == "grouped":
             return grouped_experts(x, plan, *weights)
+        if not torch.is_grad_enabled():
+            x, weights = x.detach(), (weights[0].detach(), weights[1].detach())
         result: Tensor = SegmentedExperts.apply(x, plan.row_token, plan.row_weight, plan.counts, *weights)
         return result
 
@@ -68,6 +71,11 @@ def reference_experts(x: Tensor, plan: Dispatch, gate_up: Tensor, down: Tensor) 
 
 
 def grouped_experts(x: Tensor, plan: Dispatch, gate_up: Tensor, down: Tensor) -> Tensor:
+    if x.dtype == torch.float64 or any(n * x.element_size() % 16 for n in down.shape[1:]):
+        raise MoestroError(
+            f"experts = 'grouped' needs rows of 16 n bytes in bf16 or fp32, got hidden_size = {down.shape[1]} "
+            f"and expert_hidden_size = {down.shape[2]} in {x.dtype}; change them or set model.moe.experts = 'segmented'"
+        )
     ends = plan.counts.cumsum(0).to(torch.int32)
     gate_up, down = gate_up.to(x.dtype).flatten(1, 2).transpose(1, 2), down.to(x.dtype).transpose(1, 2)
     gate, up = grouped_mm(x[plan.row_token], gate_up, ends).chunk(2, dim=-1)

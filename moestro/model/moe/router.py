@@ -82,6 +82,7 @@ def route(
     training: bool,
 ) -> Routing:
     """Choose top_k experts for each token. logits: [T, E]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     num_experts = logits.shape[1]
     probs = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
     selection = logits if config.top_k_before_score else probs
@@ -117,7 +118,7 @@ def route(
 
 def capacity(group_size: int, top_k: int, num_experts: int, factor: float, minimum: int) -> int:
     """Tokens an expert accepts from a group: ceil(group_size * top_k / E * factor) (arXiv 2101.03961, eq. 3)."""
-    # Rounded first: 0.1 * 30 is 3.0000000000000004 in floating point and must not become 4.
+    # Rounded first: 100 * 1.1 is 110.00000000000001 in floating point and must not become 111.
     return max(-int(-round(group_size * top_k * factor / num_experts, 9) // 1), minimum)
 
 
