@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from moestro.errors import MoestroError
@@ -52,13 +54,13 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        model_state, optimizer_state = get_state_dict(model, optimizers)
+        model_state, optimizer_state = _state(model, optimizers)
         with _one_process():
             dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, no_dist=True)
         _write_manifest(temporary, progress)
         temporary.rename(final)
         _sync(folder)
-    except Exception as error:  # DCP wraps a full disk in exceptions of its own, so the type tells nothing
+    except (Exception, CheckpointException) as error:  # DCP's own wraps the cause and is a BaseException
         shutil.rmtree(temporary, ignore_errors=True)
         reason = _root_cause(error)
         if isinstance(reason, OSError) or "No space left" in str(error):
@@ -67,7 +69,9 @@ def save_checkpoint(
                 "Free some space and run again with run.resume=auto"
             ) from error
         raise
-    for old in checkpoints(folder)[:-keep]:
+    # Later steps can only be damaged leftovers that a resume passed over; they must not push this one out.
+    past = [p for p in checkpoints(folder) if _step(p) <= progress.step]
+    for old in set(checkpoints(folder)) - set(past[-keep:]):
         shutil.rmtree(old)
     return final
 
@@ -77,25 +81,35 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
     problem = _problem(path)
     if problem is not None:
         raise MoestroError(f"checkpoint {path} is damaged: {problem}. Delete it to use the one before it")
-    model_state, optimizer_state = get_state_dict(model, optimizers)
+    # The checkpoint's learning rate and weight decay must not overrule the configuration's.
+    settings = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]
+    model_state, optimizer_state = _state(model, optimizers)
     state: dict[str, Any] = {"model": model_state}
     if optimizers:
         state["optimizer"] = optimizer_state
     try:
+        _check_keys(path, state)
         with _one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
-    except Exception as error:  # CheckpointException and friends: the files are good, so the config must differ
+    except (Exception, CheckpointException) as error:  # the files are good, so the configuration must differ
         raise MoestroError(
             f"checkpoint {path} does not fit this configuration: {_root_cause(error)}. "
             "Continue with the settings in the run's config.toml, or start a new run.name"
         ) from error
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+    for group, kept in zip((g for o in optimizers for g in o.param_groups), settings, strict=True):
+        group.update(kept)
     return Progress(**json.loads((path / MANIFEST).read_text())["progress"])
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first. (Leftovers of an interrupted save have another name.)"""
-    return sorted(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    named = (p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal())
+    return sorted(named, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
@@ -123,6 +137,7 @@ def _write_manifest(folder: Path, progress: Progress) -> None:
         _sync(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
     manifest = {"format_version": FORMAT_VERSION, "progress": asdict(progress), "files": files}
+    manifest["crc32"] = _manifest_crc(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     _sync(folder / MANIFEST)
     _sync(folder)
@@ -134,6 +149,8 @@ def _problem(folder: Path) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format_version"] != FORMAT_VERSION:
             return f"format version {manifest['format_version']}, this program reads {FORMAT_VERSION}"
+        if manifest["crc32"] != _manifest_crc(manifest):
+            return f"{MANIFEST} has a wrong checksum"
         for name, expected in manifest["files"].items():
             path = folder / name
             if not path.is_file():
@@ -142,9 +159,33 @@ def _problem(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
             if _crc32(path) != expected["crc32"]:
                 return f"{name} has a wrong checksum"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"unreadable {MANIFEST}: {error}"
     return None
+
+
+def _manifest_crc(manifest: dict[str, Any]) -> int:
+    content = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Any], Any]:
+    """State dictionaries; moments not there yet are allocated, for which torch takes a step that must not count."""
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    get_state_dict(model, optimizers)
+    for optimizer in fresh:
+        for values in optimizer.state.values():
+            if "step" in values:
+                values["step"].zero_()
+    return get_state_dict(model, optimizers)
+
+
+def _check_keys(path: Path, state: dict[str, Any]) -> None:
+    """DCP loads what is asked for and passes over the rest in silence."""
+    held = {k for k in FileSystemReader(path).read_metadata().state_dict_metadata if k.startswith("model.")}
+    extra = sorted(held - {f"model.{name}" for name in state["model"]})
+    if extra:
+        raise ValueError(f"it also holds {extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else ""))
 
 
 def _files(folder: Path) -> Iterator[Path]:

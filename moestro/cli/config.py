@@ -33,6 +33,7 @@ def show(
 ) -> None:
     """Print every setting, its value, and where the value came from."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from moestro.config import describe, load_config
@@ -42,5 +43,5 @@ def show(
         table.add_column(column, overflow="fold")
     for key, value, origin in describe(load_config(preset, overrides or ())):
         style = "dim" if origin == "default" else ""
-        table.add_row(key, value, origin, style=style)
+        table.add_row(key, escape(value), escape(origin), style=style)
     Console().print(table)

@@ -10,7 +10,7 @@ import typer
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    max_batches: Annotated[int | None, typer.Option(help="Only so many micro-batches of held-out text.")] = None,
+    max_batches: Annotated[int | None, typer.Option(min=1, help="Only so many micro-batches of held-out text.")] = None,
     device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda:0", ...')] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

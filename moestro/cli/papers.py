@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -20,6 +19,10 @@ app = typer.Typer(help="What Moestro implements of each paper, and how its claim
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines.")]
 SlugArgument = Annotated[str, typer.Argument(help="A paper's slug; see `moestro papers`.")]
+
+FOOTNOTE = """
+Nothing was run just now: figures are those recorded when a paper was last run.
+`moestro papers show SLUG` prints its checks, `moestro papers run SLUG` runs it."""
 
 STYLES = {
     "holds": "green",
@@ -42,12 +45,7 @@ def table(context: typer.Context, as_json: JsonOption = False) -> None:
         return
     console = Console()
     console.print(_table(rows))
-    console.print(
-        "Figures are recorded ones: `moestro papers show SLUG` for all checks of a paper, when and where they "
-        "were\nobtained; `moestro papers run SLUG` to obtain them anew.",
-        style="dim",
-        highlight=False,
-    )
+    console.print(FOOTNOTE, style="dim", highlight=False)
 
 
 @app.command("show", no_args_is_help=True)
@@ -91,28 +89,28 @@ def _plain(paper: Paper, record: Record | None) -> dict[str, Any]:
     return {**about, "record": None if record is None else asdict(record)}
 
 
-def _table(rows: list[tuple[Paper, Record | None]]) -> Table:
-    result = Table(box=None, pad_edge=False, show_edge=False, leading=1, padding=(0, 1), header_style="bold")
-    for column, ratio in (
-        ("system", 10),
-        ("in Moestro", 14),
-        ("published", 14),
-        ("ours", 16),
-        ("how", 10),
-        ("verdict", 9),
-    ):
-        result.add_column(column, ratio=ratio, overflow="fold")
+def _table(rows: list[tuple[Paper, Record | None]]) -> Group:
+    """A heading the whole width for each paper, so that the figures below it have room at 80 columns."""
+    parts: list[Any] = [_row("in Moestro", "published", "ours", "how", "verdict", style="bold")]
     for paper, record in rows:
-        system = Text.assemble((paper.system, "bold"), f"\narXiv {paper.arxiv}\n", (paper.slug, "dim"))
+        parts += [Text(), Text.assemble((paper.system, "bold"), f"  arXiv {paper.arxiv}  ", (paper.slug, "dim"))]
         if record is None:
-            result.add_row(system, escape(paper.feature), "", Text("not recorded", "dim"), "", "")
+            parts.append(_row(paper.feature, "", Text("not recorded", "dim"), "", ""))
             continue
-        headline, checks = record.result.checks[0], record.result.checks
+        checks = record.result.checks
         holding = sum(check.verdict == "holds" for check in checks)
-        how = Text.assemble(headline.how, (f"\nrecorded {record.recorded[:10]}", "dim"))
-        verdict = Text.assemble(_verdict(headline), (f"\n{holding} of {len(checks)} checks hold", "dim"))
-        result.add_row(system, escape(paper.feature), escape(headline.published), escape(headline.ours), how, verdict)
-    return result
+        how = Text.assemble(checks[0].how, (f"\nrecorded {record.recorded[:10]}", "dim"))
+        verdict = Text.assemble(_verdict(checks[0]), (f"\n{holding} of {len(checks)} checks hold", "dim"))
+        parts.append(_row(paper.feature, checks[0].published, checks[0].ours, how, verdict))
+    return Group(*parts)
+
+
+def _row(*cells: str | Text, style: str = "") -> Table:
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for ratio in (4, 4, 5, 3, 4):
+        row.add_column(ratio=ratio, overflow="fold")
+    row.add_row(*(Text(cell, style) if isinstance(cell, str) else cell for cell in cells))
+    return row
 
 
 def _report(paper: Paper, record: Record | None) -> Group:

@@ -24,4 +24,10 @@ class Config(Section):
     def _check(self) -> Self:
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(f"data.seq_len = {self.data.seq_len} exceeds model.max_seq_len = {self.model.max_seq_len}")
+        router = self.model.moe.router if self.model.moe else None
+        if router is not None and router.group_size and self.data.seq_len % router.group_size:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} is not a multiple of model.moe.router.group_size = "
+                f"{router.group_size}; groups may not straddle sequences, or results would depend on micro_batch_size"
+            )
         return self

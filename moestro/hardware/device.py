@@ -16,8 +16,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, AttributeError) as error:
         here = ["cpu"]
         if torch.accelerator.is_available():
             here.append(str(torch.accelerator.current_accelerator()))

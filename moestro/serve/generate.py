@@ -27,8 +27,14 @@ def generate(
     Raises:
         MoestroError: the prompt leaves no room in model.max_seq_len, or a setting is out of range.
     """
-    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
+    if not temperature >= 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
         raise MoestroError("temperature must be >= 0, top_p in (0, 1] and max_new_tokens >= 1")
+    if not -(2**63) <= seed < 2**64:
+        raise MoestroError(f"seed = {seed} does not fit into 64 bits")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise MoestroError("the prompt is not valid UTF-8") from error
     prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt).tolist()]
     room = model.config.max_seq_len - len(prompt_ids)
     if room < 1:
@@ -65,7 +71,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token id from logits [vocab]."""
     if temperature == 0:
         return int(logits.argmax())
-    probs, ids = (logits / temperature).softmax(-1).sort(descending=True)
+    probs, ids = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True)
     # Keep a token when what stands before it has not reached top_p; the first always stays.
     probs = torch.where(probs.cumsum(-1) - probs < top_p, probs, 0)
     return int(ids[torch.multinomial(probs, 1, generator=generator)])

@@ -100,8 +100,11 @@ class RunFolder:
 def write_text(path: Path, text: str) -> None:
     """Write through a temporary name, so that the file is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
 from moestro.train.progress import TrainProgress
 from moestro.train.step import NonFiniteError, StepResult, train_step
-from moestro.train.trackers import Trackers
+from moestro.train.trackers import Trackers, check_trackers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,6 +55,9 @@ def train(config: Config) -> TrainResult:
         config = _with_vocabulary(config, prepared)
         if folder.has_run:
             folder.refuse_changes(config)
+        check_trackers(config)
+        _check_prompts(config, prepared)
+        _refuse_changed_text(folder, prepared)
         folder.write_config(config)
         prepared.tokenizer.save(folder.tokenizer)
         return _Trainer(config, folder, prepared, device).run()
@@ -203,6 +206,25 @@ def _with_vocabulary(config: Config, prepared: PreparedData) -> Config:
             "raise it or leave it out"
         )
     return config
+
+
+def _check_prompts(config: Config, prepared: PreparedData) -> None:
+    """Said before the first step, not after the last."""
+    for prompt in config.run.sample_prompts:
+        if len(prepared.tokenizer.encode(prompt)) + 1 >= config.model.max_seq_len:
+            raise MoestroError(f"run.sample_prompts: {prompt[:20]!r}… leaves no room in model.max_seq_len; shorten it")
+
+
+def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:
+    """Raise MoestroError when the text is not the one this run was begun with; note it for the next time."""
+    checksums = json.dumps([shard.meta["tokens_crc32"] for shard in (*prepared.train, *prepared.validation)])
+    note = folder.path / "data.json"
+    if note.exists() and note.read_text() != checksums:
+        raise MoestroError(
+            f"the text behind data.sources has changed since {folder.path} was begun; restore it or choose another "
+            "run.name"
+        )
+    write_text(note, checksums)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -44,4 +44,4 @@ class TrainProgress:
         self._latest_eval = f"  held-out {bits_per_byte:.3f} bits/byte"
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -62,7 +62,7 @@ def train_step(
     for batch in batches:
         share = int((batch.document_ids >= 0).sum()) / routed
         packed = bool((batch.document_ids != 0).any())  # several documents in a row, or padding
-        noise_seeds = batch.sample_ids + (seed << 32)
+        noise_seeds = batch.sample_ids + ((seed % 2**31) << 32)  # fits an int64
         batch = batch.to(device)
         out = model(batch.input_ids, batch.position_ids, batch.document_ids if packed else None, noise_seeds)
         loss = linear_cross_entropy(out.hidden, model.head_weight, batch.labels, scale=1 / tokens)

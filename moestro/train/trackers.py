@@ -52,3 +52,10 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MoestroError(f"run.trackers names {name}, which is not installed: pip install {name}") from error
+
+
+def check_trackers(config: Config) -> None:
+    """Raise MoestroError for a tracker that is not installed, before a run is begun."""
+    for name in config.run.trackers:
+        if name != "tensorboard":
+            _import(name)

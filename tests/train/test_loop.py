@@ -188,6 +188,21 @@ class TestSeeds:
         assert records(other, "eval")[-1]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_every_sample_is_seen_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over a stop and a resumption with other micro-batches."""
+    real, seen = loop.train_step, []
+
+    def watched(model: Any, optimizers: Any, batches: list[Any], *rest: Any) -> Any:
+        seen.append([batch.sample_ids.tolist() for batch in batches])
+        return real(model, optimizers, batches, *rest)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    interrupted_run(config(tmp_path), 2)
+    train(config(tmp_path, RESUME, {"train": {"micro_batch_size": 1}}))
+    assert [len(batches) for batches in seen] == [2, 2, 4, 4, 4, 4]
+    assert [i for batches in seen for batch in batches for i in batch] == list(range(STEPS * 4))
+
+
 class TestInterrupt:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_stops_after_the_step_and_keeps_it(self, number: int, tmp_path: Path) -> None:
