@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import papers.catalog
+import papers.show
 import papers.store
-from moestro.cli import papers as command
 from papers.result import Check, Paper, PaperResult, Progress
 
 from .helpers import moestro
@@ -27,7 +27,7 @@ def run(progress: Progress) -> PaperResult:
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A catalog of one quick paper, and a folder of its own for the records."""
     monkeypatch.setattr(papers.store, "RESULTS_DIR", tmp_path)
-    monkeypatch.setattr(command, "RESULTS_DIR", tmp_path)
+    monkeypatch.setattr(papers.show, "RESULTS_DIR", tmp_path)
     paper = Paper("toy", 99, "Toy", "A Toy Paper", "0000.00000", "a feature", run)
     monkeypatch.setitem(papers.catalog.PAPERS, "toy", paper)
     return tmp_path

@@ -61,7 +61,7 @@ class TestCatalog:
         assert len({paper.number for paper in PAPERS.values()}) == len(PAPERS)
 
     def test_unknown_slug_names_the_nearest(self) -> None:
-        with pytest.raises(MoestroError, match="no paper 'switch-transformer'.*Did you mean 'switch_transformers'"):
+        with pytest.raises(MoestroError, match=r"no paper 'switch-transformer'.*Did you mean 'switch_transformers'"):
             find_paper("switch-transformer")
 
     def test_a_slug_like_no_other_is_told_where_to_look(self) -> None:
