@@ -8,7 +8,7 @@ from moestro.config.base import Section
 
 
 class RouterConfig(Section):
-    """How a token chooses its experts. Scores are always computed from fp32 logits.
+    """How a token chooses its experts. Scores are computed in fp32; `fp32` says whether the logits are too.
 
     The order of operations is: (jitter) → logits → score → selection of top_k by `score + bias` → weights.
     """

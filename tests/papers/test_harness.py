@@ -108,13 +108,13 @@ class TestRecords:
 class TestJobs:
     def test_outcomes_are_in_the_order_of_the_jobs(self) -> None:
         seen: list[tuple[int, int, str]] = []
-        outcomes = run_jobs(abs, [-3, 2, -1], lambda *progress: seen.append(progress))
+        outcomes = run_jobs(abs, [-3, 2, -1], lambda *progress: seen.append(progress), processes=1)
         assert outcomes == [3, 2, 1]
         assert seen == [(1, 3, "runs"), (2, 3, "runs"), (3, 3, "runs")]
 
     def test_a_failing_job_fails_the_call(self) -> None:
         with pytest.raises(ValueError, match="math domain error"):
-            run_jobs(_root, [1.0, -1.0], lambda *progress: None)
+            run_jobs(_root, [1.0, -1.0], lambda *progress: None, processes=1)
 
 
 def _root(value: float) -> float:
