@@ -4,7 +4,7 @@
 
 Every peer lives in a process of its own and takes one step in turn, so that all see the same weather on the machine;
 the ratios are taken round by round. Weights are random and routing is what the initial router gives. No optimizer.
-The shape is that of the issue of record: d = 512, 8 layers, 32 experts, top-4 of width 256, 4 × 512 tokens, vocabulary
+The shape: d = 512, 8 layers, 32 experts, top-4 of width 256, 4 × 512 tokens, vocabulary
 8,192. Peers: OLMoE of Hugging Face `transformers` with its grouped_mm experts, LitGPT's Mixtral-style MoE, and our own
 dense model of equal active FLOPs. Install them with `pip install -e '.[bench]'`; one that is missing is left out.
 """

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from moestro.errors import MoestroError
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
@@ -21,7 +23,10 @@ def evaluate(
     from moestro.train.evaluate import evaluate as run_evaluation
 
     loaded = load_run(run, device)
-    stream = ValidationStream(prepare(loaded.config.data), loaded.config.data)
+    prepared = prepare(loaded.config.data)
+    if prepared.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+        raise MoestroError(f"the text behind data.sources has changed since {run} was trained; restore it")
+    stream = ValidationStream(prepared, loaded.config.data)
     result = run_evaluation(loaded.model, stream, loaded.config.train.resolved_micro_batch_size, max_batches)
     if as_json:
         typer.echo(json.dumps({"run": str(run), "step": loaded.step, **asdict(result)}))

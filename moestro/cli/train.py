@@ -26,6 +26,9 @@ def train(
     if result.finished:
         for sample in write_samples(result.folder):
             typer.echo(f"\n{sample['prompt']}{sample['text']}")
+    if not result.finished and result.step == 0:
+        typer.echo(f"stopped before the first step; run {result.folder} again with run.resume=auto", err=True)
+        raise typer.Exit(130)
     report = write_report(result.folder)
     typer.echo()
     print_summary(result.folder)

@@ -10,7 +10,9 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """A frozen group of settings. Unknown keys and wrong types are errors, never ignored; "none" unsets a value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -147,10 +147,6 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _suffixes(value: Any) -> list[str]:
-    return ["." + key if key else "" for key, _ in _leaves(value)]
-
-
 def _explain(error: ValidationError, source: str, origins: Mapping[str, str]) -> list[str]:
     """One line for each problem: what, where, and the nearest valid name."""
     lines = []

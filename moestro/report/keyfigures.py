@@ -38,7 +38,7 @@ def run_status(run: RunData) -> Status:
             return Status("finished", at)
         if event.event.startswith("interrupt"):
             return Status("interrupted", at)
-        if event.event in ("error", "fail", "failed", "crash"):
+        if event.event in ("non_finite", "error", "fail", "failed", "crash"):
             return Status("failed", at)
         if event.event in ("start", "resume"):
             break
@@ -152,7 +152,7 @@ def _experts(run: RunData) -> list[KeyFigure]:
 def _capacity(run: RunData) -> str:
     router = table(table(table(run.config, "model"), "moe"), "router")
     factor = router.get("capacity_factor")
-    return f"capacity factor {factor}" if factor is not None else "no capacity limit"
+    return "no capacity limit" if factor in (None, "none") else f"capacity factor {factor}"
 
 
 def _nanmax(values: FloatArray) -> float:

@@ -100,8 +100,6 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     env = run.environment
     started = parse_time(env.get("started_at"))
     device = str(env.get("device_name") or env.get("device") or "")
-    if device and env.get("num_threads"):
-        device += f", {plural(int(number(env['num_threads'])), 'thread')}"
     commit = str(env.get("git_commit") or "")[:12]
     if commit and env.get("git_dirty"):
         commit += " with uncommitted changes"

@@ -68,7 +68,7 @@ def test_the_nearest_name_comes_from_the_same_section() -> None:
         ("train__steps", 0, "greater than or equal to 1"),
         ("optim__lr", "fast", "number"),
         ("optim__lr", 0.0, "greater than 0"),
-        ("optim__lr", float("nan"), "greater than 0"),
+        ("optim__lr", float("nan"), "finite number"),
         ("optim__momentum", 1.0, "less than 1"),
         ("optim__decay_fraction", 1.1, "less than or equal to 1"),
         ("model__qk_norm", "perhaps", "boolean"),

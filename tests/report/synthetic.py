@@ -47,7 +47,7 @@ ENVIRONMENT: dict[str, Any] = {
     "python": "3.11.9",
     "torch": "2.11.0",
     "device": "cpu",
-    "device_name": "AMD EPYC 9654",
+    "device_name": "AMD EPYC 9654, 2 threads",
     "num_threads": 2,
     "hostname": "bench-03",
     "git_commit": "be486ae0c1d24f7f9a54a8b2b3f3c09f6f0a7f11",
