@@ -136,6 +136,11 @@ class _Trainer:
         start = time.perf_counter()
         try:
             result = train_step(self.model, self.optimizers, batches, balance, config.train.grad_clip, config.run.seed)
+        except torch.OutOfMemoryError as error:
+            raise MoestroError(
+                f"out of memory on {self.device} at step {step + 1}; lower train.micro_batch_size (now {micro}) or set "
+                'train.recompute="block" or train.dtype="bf16"'
+            ) from error
         except NonFiniteError as error:
             self.folder.event("non_finite", step, detail=str(error))
             raise MoestroError(
