@@ -4,6 +4,7 @@ from moestro.config.counts import Counts, attention_params, count, feed_forward_
 from moestro.config.data import DataConfig, SourceConfig, TokenizerConfig
 from moestro.config.load import LoadedConfig, describe, load_config, parse_config, preset_names, to_toml
 from moestro.config.model import BalanceConfig, ModelConfig, MoEConfig, RouterConfig
+from moestro.config.parallel import ParallelConfig
 from moestro.config.root import Config
 from moestro.config.train import OptimConfig, RunConfig, TrainConfig
 
@@ -16,6 +17,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "RouterConfig",
     "RunConfig",
     "SourceConfig",

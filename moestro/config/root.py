@@ -7,17 +7,19 @@ from pydantic import model_validator
 from moestro.config.base import Section
 from moestro.config.data import DataConfig
 from moestro.config.model import ModelConfig
+from moestro.config.parallel import ParallelConfig
 from moestro.config.train import OptimConfig, RunConfig, TrainConfig
 
 
 class Config(Section):
-    """Everything `moestro train` needs: five sections, each a table of the TOML file."""
+    """Everything `moestro train` needs: six sections, each a table of the TOML file."""
 
     description: str = ""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")

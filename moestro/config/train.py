@@ -17,6 +17,14 @@ class TrainConfig(Section):
     grad_clip: float | None = Field(1.0, gt=0)
     # "block": keep only each layer's input for backward and compute the layer again.
     recompute: Literal["none", "block"] = "none"
+    # Cut every MoE layer's tokens into this many chunks that pass dispatch, experts and combine one after the other
+    # (MemFine). "auto": the smallest of 1, 2, 4, 8 that keeps a chunk's activations within expert_memory_mib.
+    expert_chunks: Literal["auto"] | int = 1
+    expert_memory_mib: float | None = Field(None, gt=0)
+    # Compute a chunk's dispatch and experts again in backward, so that one chunk's activations are alive at a time.
+    expert_recompute: bool = False
+    # Start the dispatch of the next chunk before the experts compute this one.
+    expert_overlap: bool = False
     log_every: int = Field(1, ge=1)
     eval_every: int | None = Field(None, ge=1)  # None: only at the end
     eval_batches: int | None = Field(None, ge=1)  # micro-batches of held-out text; None: all of it
@@ -25,6 +33,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.expert_chunks != "auto" and self.expert_chunks < 1:
+            raise ValueError(f'expert_chunks = {self.expert_chunks} must be at least 1, or "auto"')
+        if self.expert_chunks == "auto" and self.expert_memory_mib is None:
+            raise ValueError('expert_chunks = "auto" needs expert_memory_mib, the memory a chunk may take')
+        if self.expert_overlap and self.expert_recompute:
+            raise ValueError("expert_overlap and expert_recompute exclude each other; unset one of them")
+        if self.expert_overlap and self.expert_chunks == 1:
+            raise ValueError('expert_overlap needs expert_chunks of 2 or more (or "auto")')
         if self.global_batch_size % self.resolved_micro_batch_size:
             raise ValueError(
                 f"global_batch_size = {self.global_batch_size} is not a multiple of "
