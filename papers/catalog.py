@@ -10,6 +10,24 @@ def _switch_transformers(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _moeblaze(progress: Progress) -> PaperResult:
+    from papers.moeblaze import run
+
+    return run(progress)
+
+
+def _hetumoe(progress: Progress) -> PaperResult:
+    from papers.hetumoe import run
+
+    return run(progress)
+
+
+def _memfine(progress: Progress) -> PaperResult:
+    from papers.memfine import run
+
+    return run(progress)
+
+
 PAPERS: dict[str, Paper] = {
     "switch_transformers": Paper(
         slug="switch_transformers",
@@ -19,6 +37,33 @@ PAPERS: dict[str, Paper] = {
         arxiv="2101.03961",
         feature="model.moe: top_k = 1, capacity, auxiliary loss, fp32 router, jitter, groups",
         run=_switch_transformers,
+    ),
+    "moeblaze": Paper(
+        slug="moeblaze",
+        number=18,
+        system="MoEBlaze",
+        title="MoEBlaze: Breaking the Memory Wall for Efficient MoE Training on Modern GPUs",
+        arxiv="2601.05296",
+        feature='model.moe.experts = "segmented" or "grouped": index dispatch, silu computed again in backward',
+        run=_moeblaze,
+    ),
+    "hetumoe": Paper(
+        slug="hetumoe",
+        number=7,
+        system="HetuMoE",
+        title="HetuMoE: An Efficient Trillion-scale Mixture-of-Expert Distributed Training System",
+        arxiv="2203.14685",
+        feature='parallel.dispatch = "leader" or "two_hop": exchanges for nodes with fast links inside',
+        run=_hetumoe,
+    ),
+    "memfine": Paper(
+        slug="memfine",
+        number=12,
+        system="MemFine",
+        title="MemFine: Memory-Aware Fine-Grained Scheduling for MoE Training",
+        arxiv="2511.21431",
+        feature="train.expert_chunks, expert_recompute, expert_memory_mib",
+        run=_memfine,
     ),
 }
 

@@ -7,7 +7,10 @@ import torch
 from moestro.config import ModelConfig, OptimConfig
 from moestro.data.batches import IGNORE, Batch
 from moestro.model.transformer import Transformer
-from moestro.optim.build import build_optimizers, lr_factor, set_learning_rate
+from moestro.optim.build import lr_factor
+from moestro.optim.update import Update
+from moestro.parallel.build import whole_parts
+from moestro.train.engine import alone
 from moestro.train.step import train_step
 
 
@@ -76,12 +79,12 @@ def train_on(
     model = Transformer(config)
     model.init_weights(seed)
     model.train()
-    optimizers = build_optimizers(model, optim)
-    balance = config.moe.balance if config.moe is not None else None
+    engine = alone(model, seed)
+    update = Update([model], optim, engine.mesh, whole_parts(model), "auto")
     loss, dropped = [], []
     for step in range(steps):
-        set_learning_rate(optimizers, lr_factor(step, steps, optim))
-        result = train_step(model, optimizers, [task.batch(sequences, seq_len)], balance, grad_clip=1.0, seed=seed)
+        update.set_learning_rate(lr_factor(step, steps, optim))
+        result = train_step(engine, update, [task.batch(sequences, seq_len)], grad_clip=1.0)
         loss.append(result.loss.item())
         dropped.append(sum(layer.dropped.item() for layer in result.layers) / max(len(result.layers), 1))
     return Curve(loss, dropped)

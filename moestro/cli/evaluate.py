@@ -20,6 +20,7 @@ def evaluate(
     from moestro.data.batches import ValidationStream
     from moestro.data.prepare import prepare
     from moestro.serve.load import load_run
+    from moestro.train.engine import alone
     from moestro.train.evaluate import evaluate as run_evaluation
 
     loaded = load_run(run, device)
@@ -27,7 +28,7 @@ def evaluate(
     if prepared.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
         raise MoestroError(f"the text behind data.sources has changed since {run} was trained; restore it")
     stream = ValidationStream(prepared, loaded.config.data)
-    result = run_evaluation(loaded.model, stream, loaded.config.train.resolved_micro_batch_size, max_batches)
+    result = run_evaluation(alone(loaded.model), stream, loaded.config.train.resolved_micro_batch_size, max_batches)
     if as_json:
         typer.echo(json.dumps({"run": str(run), "step": loaded.step, **asdict(result)}))
     else:

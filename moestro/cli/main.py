@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import config, evaluate, generate, papers, report, train
+from moestro.cli import checkpoint, config, evaluate, generate, papers, report, train
 from moestro.errors import MoestroError
+from moestro.parallel import process
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
@@ -16,6 +17,7 @@ app.command("train", no_args_is_help=True)(train.train)
 app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)
 app.command("report", no_args_is_help=True)(report.report)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(papers.app, name="papers")
 
 
@@ -37,14 +39,22 @@ def main() -> None:
     """Entry point. Exit status: 0 done, 2 a user error (explained in a line or two), 130 interrupted."""
     # Must be set before torch loads its OpenMP runtime: spinning threads slow a shared machine many times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    process.end_with_launcher()
     debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     try:
-        app()
+        app(obj={"debug": debug})
+    except process.PeerError as error:
+        if str(error):
+            if debug:
+                raise
+            sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.status)
     except MoestroError as error:
         if debug:
             raise
-        sys.stderr.write(f"error: {error}\n")
+        if process.prints(error):
+            sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     except BrokenPipeError:  # `moestro … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,8 +62,10 @@ def main() -> None:
     except OSError as error:  # a full disk or a folder without permission, wherever it is met
         if debug:
             raise
-        sys.stderr.write(f"error: {error}\n")
+        if process.prints(error):
+            sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except KeyboardInterrupt as error:
+        if process.prints(error):
+            sys.stderr.write("interrupted\n")
         sys.exit(130)

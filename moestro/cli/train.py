@@ -4,18 +4,37 @@ from typing import Annotated
 
 import typer
 
+from moestro.errors import MoestroError
+
 
 def train(
+    context: typer.Context,
     preset: Annotated[str, typer.Argument(help="A preset's name or a TOML file; see `moestro config list`.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Train on so many ranks of this machine.")] = None,
 ) -> None:
     """Train a model: text to tokens, training, samples of its writing, and an HTML report.
 
     Ctrl-C saves a checkpoint and stops; run the same command with run.resume=auto to continue, to the same last bit.
+    Under torchrun or srun leave --nproc out.
     """
     from moestro.config import load_config
+    from moestro.parallel.layout import resolve_layout
+    from moestro.parallel.process import this_rank
 
-    config = load_config(preset, overrides or ()).config  # before torch loads: a mistake is answered at once
+    # Before torch loads, and before any rank starts: a mistake is answered at once.
+    config, me = load_config(preset, overrides or ()).config, this_rank()
+    if nproc is not None and me.world_size > 1:
+        raise MoestroError(
+            f"--nproc starts ranks, but this process is one of {me.world_size} that torchrun or SLURM started; "
+            "leave --nproc out, or start one process"
+        )
+    resolve_layout(config, nproc or me.world_size, ranks_per_node=nproc)
+    if nproc is not None and nproc > 1:
+        from moestro.parallel.launch import launch
+
+        debug = ["--debug"] if context.obj["debug"] else []
+        raise typer.Exit(launch(nproc, ["train", preset, *(overrides or ()), *debug]))
 
     from moestro.report import write_report
     from moestro.report.summary import print_summary
@@ -23,6 +42,8 @@ def train(
     from moestro.train.loop import train as run_training
 
     result = run_training(config)
+    if me.rank > 0:
+        return
     if result.finished:
         for sample in write_samples(result.folder):
             typer.echo(f"\n{sample['prompt']}{sample['text']}")

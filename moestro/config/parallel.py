@@ -22,7 +22,7 @@ class ParallelConfig(Section):
     tp: Size = 1  # tensor: attention heads and feed-forward widths; between them, the sequence
     ep: Size = 1  # experts: each rank of a group holds num_experts / ep of them
     # 0: replicas keep all. 1: replicas split the optimizer state. 2, 3: FSDP2 without and with freeing the gathered
-    # weights between forward and backward. None: 3 with fsdp > 1, 1 otherwise.
+    # weights between forward and backward. None: 1 without fsdp, 3 with it, and 2 with a pipeline too.
     zero: Literal[0, 1, 2, 3] | None = None
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] = "1f1b"

@@ -30,6 +30,8 @@ class TrainConfig(Section):
     eval_batches: int | None = Field(None, ge=1)  # micro-batches of held-out text; None: all of it
     checkpoint_every: int | None = Field(None, ge=1)  # None: only at the end and on Ctrl-C
     keep_checkpoints: int = Field(2, ge=1)
+    # Copy the state to host memory and write it while training goes on. Takes as much host memory as a checkpoint.
+    async_checkpoints: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:

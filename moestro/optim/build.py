@@ -1,42 +1,65 @@
 """Which parameter goes to which optimizer, and the learning rate at each step."""
 
 import math
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moestro.config import OptimConfig
 from moestro.optim.muon import Muon
+from moestro.parallel.comm import Group
+
+Kind = Literal["table", "vector", "matrix"]
 
 # Looked up or compared with every token, not multiplied like the inner matrices: AdamW fits them better.
 NOT_FOR_MUON = ("embed_tokens.weight", "lm_head.weight")
 
 
+def kind_of(name: str, parameter: Tensor, config: OptimConfig) -> Kind:
+    """Vectors (norms) are not decayed; tables are AdamW's decayed parameters; matrices are Muon's."""
+    if parameter.dim() < 2:
+        return "vector"
+    return "table" if config.name == "adamw" or name in NOT_FOR_MUON else "matrix"
+
+
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW alone, or Muon for the matrices inside the layers (packed experts included) and AdamW for the rest.
 
-    Vectors (norms) are not decayed. Every parameter is in exactly one group.
+    Every parameter is in exactly one group. For a model that one process holds; see `update.py` for the others.
     """
-    matrices, tables, vectors = [], [], []
+    kinds: dict[Kind, list[nn.Parameter]] = {"table": [], "vector": [], "matrix": []}
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            vectors.append(parameter)
-        elif config.name == "adamw" or name in NOT_FOR_MUON:
-            tables.append(parameter)
-        else:
-            matrices.append(parameter)
+        kinds[kind_of(name, parameter, config)].append(parameter)
+    optimizers = build_adamw(kinds["table"], kinds["vector"], config)
+    return with_peaks([*optimizers, *build_muon({None: kinds["matrix"]}, config)])
+
+
+def build_adamw(
+    tables: list[nn.Parameter], vectors: list[nn.Parameter], config: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    """One optimizer, or none if there is nothing to do."""
     groups = [
         {"params": tables, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in tables + vectors)
-    adamw = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
-    )
-    optimizers: list[torch.optim.Optimizer] = [adamw]
-    if matrices:
-        muon = Muon(matrices, config.muon_lr, config.momentum, config.weight_decay, config.newton_schulz_steps)
-        optimizers.append(muon)
+    groups = [g for g in groups if g["params"]]
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)] if groups else []
+
+
+def build_muon(
+    matrices: dict[int | None, list[nn.Parameter]], config: OptimConfig, tp: Group = None
+) -> list[torch.optim.Optimizer]:
+    """One optimizer for whole matrices, by the axis that tp cuts; or none if there is nothing to do."""
+    groups = [{"params": parameters, "tp_axis": axis} for axis, parameters in matrices.items() if parameters]
+    if not groups:
+        return []
+    return [Muon(groups, config.muon_lr, config.momentum, config.weight_decay, config.newton_schulz_steps, tp)]
+
+
+def with_peaks(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The same, remembering the learning rates they have now as those that `set_learning_rate` scales."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

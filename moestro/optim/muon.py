@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moestro.model.ops import cpu_has_bf16_units
+from moestro.parallel.comm import Group, gather_list, rank_in, size_of
 
 # Quintic iteration x ← a x + b x³ + c x⁵ on the singular values: drives them to about 0.7…1.2 in five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -20,7 +21,8 @@ class Muon(torch.optim.Optimizer):
     """Parameters must have two or more axes; the last two are the matrix.
 
     The update is lr · 0.2 · sqrt(max(rows, columns)) · orthogonal(momentum), whose root mean square is about 0.2 lr,
-    with decoupled weight decay.
+    with decoupled weight decay. A group of parameters with `tp_axis` 0 or 1 holds this rank's part of the rows or the
+    columns of matrices that are cut among the ranks of `tp`; they are orthogonalised whole.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.1,
         newton_schulz_steps: int = 5,
+        tp: Group = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": newton_schulz_steps}
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | {"tp_axis": None})
+        self.tp = tp
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() < 2:
@@ -52,18 +56,38 @@ class Muon(torch.optim.Optimizer):
         buffer: Tensor = state["momentum_buffer"]
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"])  # Nesterov
-        scale = 0.2 * max(parameter.shape[-2:]) ** 0.5
+        whole = list(parameter.shape[-2:])
+        if group["tp_axis"] is not None:
+            whole[group["tp_axis"]] *= size_of(self.tp)
+        update = orthogonalize_part(update, group["steps"], group["tp_axis"], self.tp)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(orthogonalize(update, group["steps"]).to(parameter.dtype), alpha=-group["lr"] * scale)
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_scale(*whole))
+
+
+def update_scale(rows: int, columns: int) -> float:
+    """What an orthogonal matrix is multiplied by to have AdamW's root mean square, 0.2."""
+    return 0.2 * float(max(rows, columns) ** 0.5)
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """What Newton–Schulz runs in: bf16 where the device multiplies it fast. Matrices may travel in it, too."""
+    return torch.bfloat16 if device.type != "cpu" or cpu_has_bf16_units() else torch.float32
+
+
+def orthogonalize_part(matrices: Tensor, steps: int, tp_axis: int | None, tp: Group) -> Tensor:
+    """This rank's part of the orthogonalised whole, given its part; every rank of `tp` must call it."""
+    if tp_axis is None or tp is None:
+        return orthogonalize(matrices, steps)
+    whole = torch.cat(gather_list(matrices.to(working_dtype(matrices.device)), tp), dim=tp_axis - 2)
+    return orthogonalize(whole, steps).chunk(tp.size(), dim=tp_axis - 2)[rank_in(tp)]
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ in [..., rows, columns], by Newton–Schulz iteration.
 
-    Runs in bf16 where the device multiplies bf16 fast, else in fp32. A zero matrix (an idle expert) stays zero.
+    Runs in the device's `working_dtype`. A zero matrix (an idle expert) stays zero.
     """
-    fast_bf16 = matrices.device.type != "cpu" or cpu_has_bf16_units()
-    x = matrices.reshape(-1, *matrices.shape[-2:]).to(torch.bfloat16 if fast_bf16 else torch.float32)
+    x = matrices.reshape(-1, *matrices.shape[-2:]).to(working_dtype(matrices.device))
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.transpose(1, 2)

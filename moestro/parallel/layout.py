@@ -5,12 +5,12 @@ part of the dense model are its *data* ranks; their numbers split once more, int
 an ep group hold different experts, those of an edp group the same ones.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moestro.config import Config, ParallelConfig
 from moestro.errors import MoestroError
+from moestro.parallel.process import this_rank
 
 V_SHAPED = ("zbv", "dualpipev")
 SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
@@ -91,8 +91,15 @@ class Layout:
         return text + (f" zero={self.zero}" if self.data_ranks * self.tp > 1 else "")
 
 
-def resolve_layout(config: Config, world_size: int) -> Layout:
-    """The layout of `config` on `world_size` ranks.
+# One process; the sizes of batches are the caller's business.
+ONE = Layout(
+    1, 1, 1, 1, 1, 1, zero=0, micro_batch_size=1, micro_batches=1, stages=(), schedule="1f1b", ranks_per_node=1
+)
+
+
+def resolve_layout(config: Config, world_size: int, ranks_per_node: int | None = None) -> Layout:
+    """The layout of `config` on `world_size` ranks, `ranks_per_node` on each machine (None: as this process's launcher
+    says), unless the config says otherwise.
 
     Raises:
         MoestroError: it does not fit; the message says which setting to change.
@@ -116,7 +123,8 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
             f"{'is' if world_size == 1 else 'are'} running; start with --nproc {dp * others} (or torchrun), "
             "or change one of them"
         )
-    _check_model(config, dp)
+    ranks_per_node = parallel.ranks_per_node or ranks_per_node or this_rank().local_world_size
+    _check_model(config, dp, ranks_per_node)
     stages = _stages(config)
     size, micro_batches = _micro_batches(config, dp, stages)
     _check_schedule(parallel, len(stages), micro_batches, config)
@@ -132,13 +140,15 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         micro_batches=micro_batches,
         stages=stages,
         schedule=parallel.schedule,
-        ranks_per_node=_ranks_per_node(parallel),
+        ranks_per_node=ranks_per_node,
     )
 
 
 def _zero(parallel: ParallelConfig, dp: int) -> int:
     if parallel.zero is None:
-        return 3 if parallel.fsdp > 1 else int(dp * parallel.cp * parallel.tp > 1)
+        if parallel.fsdp == 1:
+            return int(dp * parallel.cp * parallel.tp > 1)
+        return 3 if parallel.pp == 1 else 2  # a pipeline would gather freed weights for every micro-batch
     if parallel.fsdp > 1 and parallel.zero < 2:
         raise MoestroError(
             f"parallel.zero = {parallel.zero} keeps whole weights, but parallel.fsdp = {parallel.fsdp} splits them; "
@@ -148,10 +158,15 @@ def _zero(parallel: ParallelConfig, dp: int) -> int:
         raise MoestroError(
             f"parallel.zero = {parallel.zero} splits weights among parallel.fsdp ranks; raise that from 1"
         )
+    if parallel.zero == 3 and parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
+        raise MoestroError(
+            f"parallel.schedule = {parallel.schedule!r} runs backward in two parts, and parallel.zero = 3 frees the "
+            "weights between them; set parallel.zero = 2"
+        )
     return parallel.zero
 
 
-def _check_model(config: Config, dp: int) -> None:
+def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
     parallel, model, moe = config.parallel, config.model, config.model.moe
     tp, cp, ep, seq_len = parallel.tp, parallel.cp, parallel.ep, config.data.seq_len
     widths = {
@@ -181,16 +196,12 @@ def _check_model(config: Config, dp: int) -> None:
             f"parallel.ep = {ep} must divide parallel.fsdp · parallel.cp = {shards} or be a multiple of it"
         )
     if parallel.dispatch in ("leader", "two_hop") and ep > 1:
-        per_node = _ranks_per_node(parallel) // tp
+        per_node = ranks_per_node // tp
         if per_node < 2 or ep % per_node or ep == per_node:
             raise MoestroError(
                 f"parallel.dispatch = {parallel.dispatch!r} needs an ep group over several nodes: ep = {ep} with "
                 f"{per_node} data ranks a node; set parallel.ranks_per_node, or dispatch to 'all_to_all'"
             )
-
-
-def _ranks_per_node(parallel: ParallelConfig) -> int:
-    return parallel.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _stages(config: Config) -> tuple[tuple[int, ...], ...]:
@@ -259,8 +270,8 @@ def _check_schedule(parallel: ParallelConfig, stages: int, micro_batches: int, c
             f"parallel.schedule = {schedule!r} needs {multiple} micro-batches a rank, got {micro_batches}; lower "
             "train.micro_batch_size or raise train.global_batch_size"
         )
-    if schedule in SPLIT_BACKWARD and config.train.recompute != "none":
+    if schedule in SPLIT_BACKWARD and (config.train.recompute != "none" or config.train.expert_recompute):
         raise MoestroError(
-            f"parallel.schedule = {schedule!r} runs backward in two parts, which cannot follow recomputed layers; "
-            "set train.recompute = 'none' or choose '1f1b' or 'interleaved'"
+            f"parallel.schedule = {schedule!r} runs backward in two parts, which cannot follow what is recomputed; set "
+            "train.recompute = 'none' and train.expert_recompute = false, or choose '1f1b' or 'interleaved'"
         )

@@ -25,6 +25,7 @@ class Mesh:
     tokens: Group  # data · tp: all ranks of a pipeline rank
     ep: Group
     edp: Group  # data ranks with the same experts
+    ends: Group  # the first and the last pipeline rank, if this is one of them and they are two
     shard: DeviceMesh | None  # (dp, fsdp · cp) or (fsdp · cp): FSDP2's mesh of the dense model, with fsdp > 1
     expert_shard: DeviceMesh | None  # the same for the experts
 
@@ -44,7 +45,7 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     Every rank must call it: creating a group is collective.
     """
     if layout.world_size == 1:
-        return Mesh(layout, layout.place(0), *(None,) * 11)
+        return Mesh(layout, layout.place(0), *(None,) * 12)
     ranks = torch.arange(layout.world_size)
     dense = ranks.view(layout.pp, layout.dp, layout.fsdp, layout.cp, layout.tp)
     expert = ranks.view(layout.pp, layout.data_ranks // layout.ep, layout.ep, layout.tp)
@@ -66,6 +67,7 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
         tokens=groups.along(dense, 1, 2, 3, 4),
         ep=groups.along(expert, 2),
         edp=groups.along(expert, 1),
+        ends=groups.ends(dense),
         shard=None,
         expert_shard=None,
     )
@@ -96,6 +98,14 @@ class _Groups:
             if dist.get_rank() in row:
                 mine = self._made[key]
         return mine
+
+    def ends(self, grid: torch.Tensor) -> Group:
+        """This rank's group among those of the first and the last row of the grid."""
+        pairs = torch.stack([grid[0].flatten(), grid[-1].flatten()]).t().tolist() if len(grid) > 1 else []
+        for pair in pairs:
+            if tuple(pair) not in self._made:
+                self._made[tuple(pair)] = dist.new_group(pair)
+        return next((self._made[tuple(pair)] for pair in pairs if dist.get_rank() in pair), None)
 
     def device_mesh(self, grid: torch.Tensor, replicate: int, shard: int, device_type: str) -> DeviceMesh:
         """FSDP2's mesh: one axis to split, and before it one to replicate if that has more than one rank."""

@@ -9,7 +9,8 @@ from moestro.data.tokenizer import Tokenizer
 from moestro.errors import MoestroError
 from moestro.hardware.device import resolve_device
 from moestro.model.transformer import Transformer
-from moestro.train.loop import build_model
+from moestro.parallel.build import DTYPES
+from moestro.parallel.logical import model_tensors
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,6 @@ def load_run(folder: Path, device: str = "auto") -> LoadedRun:
     if path is None:
         detail = f": {damaged[0]}" if damaged else "; train longer, or wait for train.checkpoint_every"
         raise MoestroError(f"{folder} has no usable checkpoint{detail}")
-    model = build_model(config, resolve_device(device))
-    progress = load_checkpoint(path, model, [])
+    model = Transformer(config.model, DTYPES[config.train.dtype]).to(resolve_device(device))
+    progress = load_checkpoint(path, model_tensors(model))
     return LoadedRun(folder, config, model.eval(), Tokenizer.load(folder / "tokenizer.json"), progress.step)

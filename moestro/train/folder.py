@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -18,14 +18,17 @@ from moestro.errors import MoestroError
 
 # Changing one of these between start and resume would continue another run than the one that was begun.
 FIXED = ("model.", "data.", "train.global_batch_size", "run.seed", "optim.name")
-FREE = ("data.cache_dir",)
+FREE = ("data.cache_dir", "model.moe.experts", "model.attention")
 
 
 class RunFolder:
-    """Opens (or makes) the folder and locks it until `close`."""
+    """Opens (or makes) the folder and locks it until `close`. Of several ranks only the main one does, and writes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, main: bool = True) -> None:
+        self.path, self._main = path, main
+        self._lock: TextIO | None = None
+        if not main:
+            return
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -46,7 +49,8 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +68,11 @@ class RunFolder:
         return load_config(str(self.path / "config.toml")).config
 
     def write_config(self, config: Config) -> None:
-        write_text(self.path / "config.toml", to_toml(config))
+        self.write("config.toml", to_toml(config))
+
+    def write(self, file: str, text: str) -> None:
+        if self._main:
+            write_text(self.path / file, text)
 
     def refuse_changes(self, config: Config) -> None:
         """Raise MoestroError when `config` would not continue the run in this folder."""
@@ -78,6 +86,8 @@ class RunFolder:
 
     def append(self, file: str, record: dict[str, Any]) -> None:
         """Add one JSON line in one write, so that a killed run leaves at most one torn line, at the end."""
+        if not self._main:
+            return
         try:
             with (self.path / file).open("ab") as stream:
                 stream.write((json.dumps(record) + "\n").encode())
@@ -87,7 +97,7 @@ class RunFolder:
     def mend(self, file: str) -> None:
         """Cut a torn last line off, left by a killed run, before more is appended."""
         path = self.path / file
-        if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        if self._main and path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
             with path.open("r+b") as stream:
                 stream.truncate(content.rfind(b"\n") + 1)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from moestro.checkpoint.saver import AsyncSaver, Saved
 from moestro.checkpoint.store import Progress, load_checkpoint, newest_good, save_checkpoint
 from moestro.config import Config, count
 from moestro.data.batches import TrainStream, ValidationStream
@@ -17,17 +19,22 @@ from moestro.errors import MoestroError
 from moestro.hardware.device import device_name, resolve_device, synchronize
 from moestro.hardware.peak import measure_gemm_flops
 from moestro.model.ops import product_dtype
-from moestro.model.transformer import Transformer
-from moestro.optim.build import build_optimizers, lr_factor, set_learning_rate
+from moestro.optim.build import lr_factor
+from moestro.parallel.build import DTYPES, buffers
+from moestro.parallel.comm import Group, all_reduce, rank_in
+from moestro.parallel.experts import ExpertMix
+from moestro.parallel.layout import Layout, resolve_layout
+from moestro.parallel.logical import LogicalTensor
+from moestro.parallel.process import connected, world_size
+from moestro.train.engine import build_engine, build_update
 from moestro.train.evaluate import EvalResult, evaluate
-from moestro.train.folder import RunFolder, environment, write_text
+from moestro.train.folder import RunFolder, environment
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
 from moestro.train.progress import TrainProgress
 from moestro.train.step import NonFiniteError, StepResult, train_step
+from moestro.train.together import agreed_signal, main_first, on_main
 from moestro.train.trackers import Trackers, check_trackers
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,44 +51,70 @@ def train(config: Config) -> TrainResult:
     Raises:
         MoestroError: for everything the user can mend, from a missing corpus to a loss that is not finite.
     """
-    path = Path(config.run.dir) / config.run.name
-    device = resolve_device(config.run.device)
-    with RunFolder(path) as folder:
-        if folder.has_run and config.run.resume == "never":
+    ranks = world_size()
+    layout = resolve_layout(config, ranks)
+    with connected(resolve_device(config.run.device), ranks) as device:
+        world = dist.group.WORLD if ranks > 1 else None
+        main = rank_in(world) == 0
+        path = Path(config.run.dir) / config.run.name
+        with _open(path, config.run.resume, world) as folder:
+            prepared = main_first(world, lambda: prepare(config.data))
+            config = _with_vocabulary(config, prepared)
+            on_main(world, lambda: _begin(config, folder, prepared))
+            return _Trainer(config, layout, folder, prepared, device, main).run()
+
+
+def _open(path: Path, resume: str, world: Group) -> RunFolder:
+    """The run's folder, held by the main rank; a refusal there is one everywhere."""
+    folder: list[RunFolder] = []
+
+    def hold() -> None:
+        folder.append(RunFolder(path))
+        if folder[0].has_run and resume == "never":
+            folder[0].close()
             raise MoestroError(
                 f"{path} already holds a run; continue it with run.resume=auto or choose another run.name"
             )
-        prepared = prepare(config.data)
-        config = _with_vocabulary(config, prepared)
-        if folder.has_run:
-            folder.refuse_changes(config)
-        check_trackers(config)
-        _check_prompts(config, prepared)
-        _refuse_changed_text(folder, prepared)
-        folder.write_config(config)
-        prepared.tokenizer.save(folder.tokenizer)
-        return _Trainer(config, folder, prepared, device).run()
+
+    on_main(world, hold)
+    return folder[0] if folder else RunFolder(path, main=False)
 
 
-def build_model(config: Config, device: torch.device) -> Transformer:
-    """The model of `config` with its initial weights on `device`."""
-    model = Transformer(config.model, DTYPES[config.train.dtype], recompute=config.train.recompute == "block")
-    model.init_weights(config.run.seed)
-    return model.to(device)
+def _begin(config: Config, folder: RunFolder, prepared: PreparedData) -> None:
+    """Refuse what cannot be trained or continued here, then note what will be."""
+    if folder.has_run:
+        folder.refuse_changes(config)
+    check_trackers(config)
+    _check_prompts(config, prepared)
+    _refuse_changed_text(folder, prepared)
+    folder.write_config(config)
+    prepared.tokenizer.save(folder.tokenizer)
 
 
 class _Trainer:
-    """The state of one run; `run` reads top to bottom."""
+    """The state of one run on this rank; `run` reads top to bottom."""
 
-    def __init__(self, config: Config, folder: RunFolder, prepared: PreparedData, device: torch.device) -> None:
-        self.config, self.folder, self.prepared, self.device = config, folder, prepared, device
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        folder: RunFolder,
+        prepared: PreparedData,
+        device: torch.device,
+        main: bool,
+    ) -> None:
+        self.config, self.folder, self.prepared, self.device, self.main = config, folder, prepared, device, main
         self.stream = TrainStream(prepared, config.data, config.run.seed)
         self.validation = ValidationStream(prepared, config.data)
-        self.model = build_model(config, device)
-        self.optimizers = build_optimizers(self.model, config.optim)
+        self.engine, parts = build_engine(config, layout, device)
+        self.world: Group = self.engine.mesh.world
+        self.update = build_update(config, self.engine, parts)
+        self.saver = AsyncSaver(self.world) if config.train.async_checkpoints else None
         self.counts = count(config.model, config.data.seq_len)
         dtype = product_dtype(torch.empty(0, dtype=DTYPES[config.train.dtype], device=device))
-        self.peak_flops = measure_gemm_flops(device, dtype)
+        # All ranks measure at once, as they will compute: ranks that share a device share its rate.
+        rate = torch.tensor(measure_gemm_flops(device, dtype), dtype=torch.float64)
+        self.peak_flops = float(all_reduce(rate, self.world))
         self.progress = Progress(step=0, tokens=0, train_time_s=0.0)
         self.moe_layers = [i for i, is_moe in enumerate(config.model.moe_layers) if is_moe]
         self._environment(str(dtype).removeprefix("torch."))
@@ -89,53 +122,59 @@ class _Trainer:
     def run(self) -> TrainResult:
         config, train_config = self.config, self.config.train
         notes = self._resume()
-        trackers = Trackers(config, self.folder.path)
+        trackers = Trackers(config, self.folder.path, self.main)
         evaluation = None
         try:
-            with StopRequest() as stop, TrainProgress(train_config.steps, self.progress.step) as bar:
-                for note in (*self.prepared.notices, *notes):
+            with StopRequest() as stop, TrainProgress(train_config.steps, self.progress.step, self.main) as bar:
+                for note in (*self.prepared.notices, *notes, *self._layout_notes()):
                     bar.say(note)
-                while self.progress.step < train_config.steps and not stop.requested:
+                stopped = agreed_signal(self.world, stop.requested)
+                while self.progress.step < train_config.steps and not stopped:
                     self._step(bar, trackers)
+                    stopped = agreed_signal(self.world, stop.requested)
                     step = self.progress.step
                     if _due(step, train_config.eval_every) and step < train_config.steps:
                         self._evaluate(bar, trackers, train_config.eval_batches)
                     if _due(step, train_config.checkpoint_every) and step < train_config.steps:
-                        self._save()
-                self._save()
+                        self._save(bar)
+                    self._tell(bar, self.saver.poll() if self.saver else None)
+                self._tell(bar, self.saver.wait() if self.saver else None)
+                self._save_now()
                 finished = self.progress.step >= train_config.steps
                 if finished:
                     evaluation = self._evaluate(bar, trackers, None)
                     self._write_references()
+                    self._tell_over_budget(bar)
                     self.folder.event("finish", self.progress.step)
                 else:
-                    self.folder.event("interrupt", self.progress.step, signal=stop.requested)
+                    self.folder.event("interrupt", self.progress.step, signal=stopped)
         finally:
             trackers.close()
         return TrainResult(self.folder.path, self.progress.step, finished, evaluation)
 
     def _resume(self) -> list[str]:
-        path, notes = newest_good(self.folder.checkpoints)
+        path, notes = newest_good(self.folder.checkpoints, self.world)
         for file in ("metrics.jsonl", "events.jsonl"):
             self.folder.mend(file)
         if path is None:
             self.folder.event("start", 0)
             return notes
-        self.progress = load_checkpoint(path, self.model, self.optimizers)
+        self.progress = load_checkpoint(path, self._state(), self.world)
+        self.update.after_load()
         self.folder.event("resume", self.progress.step, checkpoint=path.name)
         return [*notes, f"resumed from {path}"]
 
     def _step(self, bar: TrainProgress, trackers: Trackers) -> None:
         config, step = self.config, self.progress.step
         factor = lr_factor(step, config.train.steps, config.optim)
-        set_learning_rate(self.optimizers, factor)
-        size, micro = config.train.global_batch_size, config.train.resolved_micro_batch_size
-        first = step * size
-        batches = [self.stream.batch(i, micro) for i in range(first, first + size, micro)]
-        balance = config.model.moe.balance if config.model.moe else None
+        self.update.set_learning_rate(factor)
+        layout = self.engine.mesh.layout
+        micro, mine = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
+        first = step * config.train.global_batch_size + self.engine.mesh.place.batch * mine
+        batches = [self.stream.batch(i, micro) for i in range(first, first + mine, micro)]
         start = time.perf_counter()
         try:
-            result = train_step(self.model, self.optimizers, batches, balance, config.train.grad_clip, config.run.seed)
+            result = train_step(self.engine, self.update, batches, config.train.grad_clip)
         except torch.OutOfMemoryError as error:
             raise MoestroError(
                 f"out of memory on {self.device} at step {step + 1}; lower train.micro_batch_size (now {micro}) or set "
@@ -165,17 +204,56 @@ class _Trainer:
         bar.step(now.step, record["loss"], record["tokens_per_s"], mfu, imbalance)
 
     def _evaluate(self, bar: TrainProgress, trackers: Trackers, max_batches: int | None) -> EvalResult:
-        result = evaluate(self.model, self.validation, self.config.train.resolved_micro_batch_size, max_batches)
+        size = self.engine.mesh.layout.micro_batch_size
+        result = evaluate(self.engine, self.validation, size, max_batches)
         record: dict[str, Any] = {"kind": "eval", "step": self.progress.step, **asdict(result)}
         self.folder.append("metrics.jsonl", record)
         trackers.log(scalars(record), self.progress.step)
         bar.evaluated(result.bits_per_byte)
         return result
 
-    def _save(self) -> None:
+    def _save(self, bar: TrainProgress) -> None:
+        if self.saver is None:
+            self._save_now()
+        else:
+            keep = self.config.train.keep_checkpoints
+            self._tell(bar, self.saver.save(self.folder.checkpoints, self._state(), self.progress, keep))
+
+    def _save_now(self) -> None:
         keep = self.config.train.keep_checkpoints
-        path = save_checkpoint(self.folder.checkpoints, self.model, self.optimizers, self.progress, keep)
+        path = save_checkpoint(self.folder.checkpoints, self._state(), self.progress, keep, self.world)
         self.folder.event("checkpoint", self.progress.step, path=path.name)
+
+    def _tell(self, bar: TrainProgress, saved: Saved | None) -> None:
+        """Note how a save in the background went. A failed one is no reason to stop: the one before is still there."""
+        if saved is None:
+            return
+        step = saved.progress.step
+        if saved.path is not None:
+            times = {"copy_s": round(saved.copy_s, 3), "write_s": round(saved.write_s, 3)}
+            self.folder.event("checkpoint", step, path=saved.path.name, **times)
+        else:
+            self.folder.event("checkpoint_failed", step, detail=str(saved.error))
+            bar.say(f"{saved.error}; training goes on")
+
+    def _layout_notes(self) -> list[str]:
+        layout = self.engine.mesh.layout
+        if layout.world_size == 1:
+            return []
+        extra = self.update.exchange_bytes
+        muon = f"; Muon's exchange of cut matrices takes {extra / 2**20:.1f} MiB on this rank" if extra else ""
+        return [f"{layout.world_size} ranks: {layout.describe()}{muon}"]
+
+    def _tell_over_budget(self, bar: TrainProgress) -> None:
+        """Of expert_chunks = "auto": layers that did not fit in the most chunks it may take."""
+        mixes = {layer.mix for model in self.engine.models for layer in model.moe_layers()}
+        over = sum(mix.over_budget for mix in mixes if isinstance(mix, ExpertMix))
+        if over:
+            bar.say(f"{over} times a layer's experts exceeded train.expert_memory_mib even in 8 chunks; raise it")
+
+    def _state(self) -> dict[str, LogicalTensor]:
+        """Everything a checkpoint holds, as this rank's parts of it."""
+        return self.update.parameters_state() | buffers(self.engine.models) | self.update.state()
 
     def _environment(self, peak_dtype: str) -> None:
         data = {
@@ -187,6 +265,9 @@ class _Trainer:
         }
         record = environment(device_name(self.device)) | {
             "device": str(self.device),
+            "world_size": self.engine.mesh.layout.world_size,
+            "layout": self.engine.mesh.layout.describe(),
+            "muon_exchange_bytes": self.update.exchange_bytes,
             "peak_flops_measured": self.peak_flops,
             "peak_dtype": peak_dtype,
             "total_params": self.counts.total_params,
@@ -194,11 +275,11 @@ class _Trainer:
             "flops_per_token": self.counts.train_flops_per_token,
             "data": data,
         }
-        write_text(self.folder.path / "environment.json", json.dumps(record, indent=1))
+        self.folder.write("environment.json", json.dumps(record, indent=1))
 
     def _write_references(self) -> None:
-        bits = {"xz -9": xz_bits_per_byte(self.prepared)}
-        write_text(self.folder.path / "references.json", json.dumps(bits))
+        if self.main:
+            self.folder.write("references.json", json.dumps({"xz -9": xz_bits_per_byte(self.prepared)}))
 
 
 def _with_vocabulary(config: Config, prepared: PreparedData) -> Config:
@@ -229,7 +310,7 @@ def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:
             f"the text behind data.sources has changed since {folder.path} was begun; restore it or choose another "
             "run.name"
         )
-    write_text(note, checksums)
+    folder.write(note.name, checksums)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -7,10 +7,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TrainProgress:
-    """Shows step, loss, tokens/s, MFU, load imbalance (max/mean of the worst layer), held-out bits per byte and ETA."""
+    """Shows step, loss, tokens/s, MFU, load imbalance (max/mean of the worst layer), held-out bits per byte and ETA.
 
-    def __init__(self, steps: int, done: int) -> None:
-        self.console = Console(stderr=True)
+    Of several ranks only the main one shows anything.
+    """
+
+    def __init__(self, steps: int, done: int, main: bool = True) -> None:
+        self.console = Console(stderr=True, quiet=not main)
         self._steps, self._latest_eval = steps, ""
         self._every = max(steps // 20, 1)
         self._bar = Progress(

@@ -1,17 +1,16 @@
 """One optimizer step: micro-batches forward and backward, clip, update, move the balance."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
-from moestro.config import BalanceConfig
-from moestro.data.batches import Batch
-from moestro.model.loss import IGNORE, linear_cross_entropy
+from moestro.data.batches import IGNORE, Batch
 from moestro.model.moe.balance import update_balance
-from moestro.model.moe.router import RouterStats
-from moestro.model.transformer import Transformer
+from moestro.parallel.comm import all_reduce
+from moestro.train.engine import Engine
+from moestro.train.stage import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -25,100 +24,111 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors stay on the device until someone asks: reading one waits for the step to finish."""
+    """The same on every rank. Tensors stay on the device: reading one waits for the step to finish."""
 
     loss: Tensor  # mean negative log likelihood of the predicted tokens, in nats
     aux_loss: Tensor  # mean over MoE layers, before its coefficient; 1 at uniform routing
     z_loss: Tensor  # mean over MoE layers, before its coefficient
     grad_norm: Tensor  # before clipping
     tokens: int  # predicted tokens
-    layers: list[LayerLoad]
+    layers: list[LayerLoad]  # of all MoE layers of the model
 
 
 class NonFiniteError(RuntimeError):
     """The gradient of a step is NaN or infinite; nothing was updated."""
 
 
-def train_step(
-    model: Transformer,
-    optimizers: list[torch.optim.Optimizer],
-    batches: list[Batch],
-    balance: BalanceConfig | None,
-    grad_clip: float | None,
-    seed: int,
-) -> StepResult:
-    """Run one step over `batches`, the micro-batches of one global batch (on any device).
+class Updates(Protocol):
+    """What happens between backward and the next forward; see `moestro.optim.update.Update`."""
+
+    def reduce_gradients(self) -> None: ...
+    def clip(self, max_norm: float) -> Tensor: ...
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
+def train_step(engine: Engine, update: Updates, batches: list[Batch], grad_clip: float | None) -> StepResult:
+    """Run one step over `batches`, this rank's micro-batches of one global batch.
 
     The gradient is that of Σ nll / (predicted tokens of the global batch) + balance losses averaged over its valid
-    tokens, so that it does not depend on how the batch is cut into micro-batches.
+    tokens, so that it does not depend on how the batch is cut into micro-batches, nor over which ranks.
 
     Raises:
-        NonFiniteError: before the weights are touched.
+        NonFiniteError: on every rank, before the weights are touched.
     """
-    device = next(model.parameters()).device
-    tokens = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-    routed = sum(int((batch.document_ids >= 0).sum()) for batch in batches)
-    totals = _Totals(device)
-    for batch in batches:
-        share = int((batch.document_ids >= 0).sum()) / routed
-        packed = bool((batch.document_ids != 0).any())  # several documents in a row, or padding
-        noise_seeds = batch.sample_ids + ((seed % 2**31) << 32)  # fits an int64
-        batch = batch.to(device)
-        out = model(batch.input_ids, batch.position_ids, batch.document_ids if packed else None, noise_seeds)
-        loss = linear_cross_entropy(out.hidden, model.head_weight, batch.labels, scale=1 / tokens)
-        totals.add(loss, out.router_stats, share)
-        if balance is not None and out.router_stats:
-            aux = torch.stack([stats.aux_loss for stats in out.router_stats]).mean()
-            z = torch.stack([stats.z_loss for stats in out.router_stats]).mean()
-            loss = loss + share * (balance.aux_coef * aux + balance.z_loss_coef * z)
-        loss.backward()
-    grad_norm = clip_grad_norm_(model.parameters(), float("inf") if grad_clip is None else grad_clip)
+    valid = [int((batch.document_ids >= 0).sum()) for batch in batches]
+    predicted = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+    tokens, routed = _global_counts(engine, predicted, sum(valid))
+    micro_batches = engine.micro_batches(batches, [n / routed for n in valid], 1 / tokens)
+    engine.run(micro_batches, backward=True)
+    figures = _figures(engine, micro_batches)
+    update.reduce_gradients()
+    grad_norm = update.clip(float("inf") if grad_clip is None else grad_clip)
     if not torch.isfinite(grad_norm):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        raise NonFiniteError(f"gradient norm {grad_norm.item()}, loss {totals.loss.item()}")
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    if balance is not None:
-        for layer, load in zip(model.moe_layers(), totals.loads(), strict=True):
+        update.zero_grad()
+        raise NonFiniteError(f"gradient norm {grad_norm.item()}, loss {figures.loss.item()}")
+    update.step()
+    update.zero_grad()
+    for model in engine.models:
+        for layer in model.moe_layers():
             router = layer.router
-            update_balance(router.bias, router.bias_moments, router.global_load, load, balance)
-    return totals.result(grad_norm, tokens)
+            load = figures.load[layer.layer]
+            update_balance(router.bias, router.bias_moments, router.global_load, load, router.balance)
+    return figures.result(grad_norm, tokens)
 
 
-class _Totals:
-    """Sums over the micro-batches of a step."""
+def _global_counts(engine: Engine, predicted: int, valid: int) -> tuple[int, int]:
+    """Predicted and valid tokens of the global batch. Ranks that share sequences count the same ones."""
+    layout = engine.mesh.layout
+    counts = all_reduce(torch.tensor([predicted, valid]), engine.mesh.world)
+    tokens, routed = (counts // (layout.pp * layout.sequence_ranks)).tolist()
+    return tokens, routed
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device)
-        self._aux = torch.zeros((), device=device)
-        self._z = torch.zeros((), device=device)
-        self._load: list[Tensor] = []
-        self._dropped: list[Tensor] = []
-        self._entropy: list[Tensor] = []
 
-    def add(self, loss: Tensor, stats: list[RouterStats], share: float) -> None:
-        self.loss += loss.detach()
-        if not stats:
-            return
-        if not self._load:
-            self._load = [torch.zeros_like(s.load) for s in stats]
-            self._dropped = [torch.zeros_like(s.dropped) for s in stats]
-            self._entropy = [torch.zeros_like(s.token_entropy) for s in stats]
-        for i, s in enumerate(stats):
-            self._load[i] += s.load
-            self._dropped[i] += s.dropped
-            self._entropy[i] += share * s.token_entropy
-            self._aux += share * s.aux_loss.detach() / len(stats)
-            self._z += share * s.z_loss.detach() / len(stats)
+@dataclass(frozen=True)
+class _Figures:
+    """Sums over the micro-batches and ranks of a step. The rows of a layer are at its number, dense ones included."""
 
-    def loads(self) -> list[Tensor]:
-        return self._load
+    loss: Tensor
+    aux: Tensor
+    z: Tensor
+    load: Tensor  # [layers, E] pairs
+    dropped: Tensor  # [layers] pairs
+    entropy: Tensor  # [layers]
+    moe_layers: list[int]
 
     def result(self, grad_norm: Tensor, tokens: int) -> StepResult:
         layers = []
-        for load, dropped, entropy in zip(self._load, self._dropped, self._entropy, strict=True):
-            pairs = load.sum().clamp_min(1)
-            layers.append(LayerLoad(load / pairs, dropped / pairs, entropy))
-        return StepResult(self.loss, self._aux, self._z, grad_norm, tokens, layers)
+        for i in self.moe_layers:
+            pairs = self.load[i].sum().clamp_min(1)
+            layers.append(LayerLoad(self.load[i] / pairs, self.dropped[i] / pairs, self.entropy[i]))
+        return StepResult(self.loss, self.aux, self.z, grad_norm, tokens, layers)
+
+
+def _figures(engine: Engine, micro_batches: list[MicroBatch]) -> _Figures:
+    """Everything that the step reports and that balancing needs, added over all ranks in one collective.
+
+    Every token is on exactly one rank of each stage, so plain sums are right: of the loss, which only last stages
+    have, of the loads, and of means that each rank has divided by the global count.
+    """
+    config = engine.models[0].config
+    moe_layers = [i for i, is_moe in enumerate(config.moe_layers) if is_moe]
+    experts = config.moe.num_experts if config.moe else 0
+    sums = torch.zeros(3 + config.num_layers * (experts + 2), device=engine.device)
+    loss, aux, z = sums[:3].unbind(0)
+    load, dropped, entropy = sums[3:].split([config.num_layers * n for n in (experts, 1, 1)])
+    load = load.view(config.num_layers, experts)
+    for stage in engine.stages:
+        layers = [layer.layer for layer in stage.model.moe_layers()]
+        for number, outcome in stage.outcomes.items():
+            share = micro_batches[number].share
+            if outcome.nll is not None:
+                loss += outcome.nll
+            for i, stats in zip(layers, outcome.router_stats, strict=True):
+                load[i] += stats.load
+                dropped[i] += stats.dropped
+                entropy[i] += share * stats.token_entropy
+                aux += share * stats.aux_loss / len(moe_layers)
+                z += share * stats.z_loss / len(moe_layers)
+    all_reduce(sums, engine.mesh.world)
+    return _Figures(loss, aux, z, load, dropped, entropy, moe_layers)

@@ -8,13 +8,16 @@ from moestro.errors import MoestroError
 
 
 class Trackers:
-    """Sends scalar metrics to every tracker named in run.trackers. wandb and mlflow are imported only when named."""
+    """Sends scalar metrics to every tracker named in run.trackers, from the main rank of several.
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    wandb and mlflow are imported only when named.
+    """
+
+    def __init__(self, config: Config, folder: Path, main: bool = True) -> None:
         self._board: Any = None
         self._wandb: Any = None
         self._mlflow: Any = None
-        for name in config.run.trackers:
+        for name in config.run.trackers if main else ():
             if name == "tensorboard":
                 from tensorboardX import SummaryWriter
 

@@ -2,8 +2,11 @@
 
 import errno
 import json
+import re
 import resource
 import shutil
+import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from train.helpers import assert_equal_state, flat_state, model_config
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from train.helpers import assert_equal_state, flat_state
 
+from checkpoint.state import Optimizers, make, tensors, work
+from moestro.checkpoint import store, write
 from moestro.checkpoint.store import (
     MANIFEST,
     Progress,
@@ -22,37 +29,16 @@ from moestro.checkpoint.store import (
     newest_good,
     save_checkpoint,
 )
+from moestro.checkpoint.write import Written
 from moestro.config import OptimConfig
 from moestro.errors import MoestroError
 from moestro.model.transformer import Transformer
 from moestro.optim.build import build_optimizers
-
-BALANCE: dict[str, Any] = {"balance": {"bias_rule": "adamw"}}
-Optimizers = list[torch.optim.Optimizer]
-
-
-def make(optimizer: str = "muon", seed: int = 0, **changes: Any) -> tuple[Transformer, Optimizers]:
-    model = Transformer(model_config(**{"moe": BALANCE, **changes}))
-    model.init_weights(seed)
-    return model, build_optimizers(model, OptimConfig(name=optimizer))
-
-
-def work(model: Transformer, optimizers: Optimizers, steps: int = 2) -> None:
-    """Some optimizer steps on a made-up loss, and some life in the balance buffers."""
-    for number in range(steps):
-        ids = torch.arange(24).view(2, 12) + number
-        out = model(ids)
-        (model.logits(out.hidden).square().mean() + sum(s.aux_loss for s in out.router_stats)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for i, layer in enumerate(model.moe_layers()):
-        for buffer in (layer.router.bias, layer.router.bias_moments, layer.router.global_load):
-            buffer.add_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(i)))
+from moestro.parallel.logical import whole
 
 
 def save(folder: Path, step: int, keep: int = 10, pair: tuple[Transformer, Optimizers] | None = None) -> Path:
-    return save_checkpoint(folder, *(pair or make()), Progress(step, 100 * step, 0.5 * step), keep)
+    return save_checkpoint(folder, tensors(*(pair or make())), Progress(step, 100 * step, 0.5 * step), keep)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +67,12 @@ class TestRoundTrip:
             {"exp_avg", "exp_avg_sq", "step", "bias", "bias_moments", "global_load"}
             | ({"momentum_buffer"} if optimizer == "muon" else set())
         )
-        path = save_checkpoint(tmp_path, model, optimizers, Progress(7, 70, 1.25), keep=2)
+        path = save_checkpoint(tmp_path, tensors(model, optimizers), Progress(7, 70, 1.25), keep=2)
         assert path == tmp_path / "step_00000007"
         assert_equal_state(flat_state(model, optimizers), expected)  # saving disturbs nothing
 
         other, other_optimizers = make(optimizer, seed=1)
-        assert load_checkpoint(path, other, other_optimizers) == Progress(7, 70, 1.25)
+        assert load_checkpoint(path, tensors(other, other_optimizers)) == Progress(7, 70, 1.25)
         assert_equal_state(flat_state(other, other_optimizers), expected)
 
     def test_the_next_step_is_the_same(self, tmp_path: Path) -> None:
@@ -94,7 +80,7 @@ class TestRoundTrip:
         work(model, optimizers)
         path = save(tmp_path, 1, pair=(model, optimizers))
         other, other_optimizers = make(seed=1)
-        load_checkpoint(path, other, other_optimizers)
+        load_checkpoint(path, tensors(other, other_optimizers))
         for pair in ((model, optimizers), (other, other_optimizers)):
             work(*pair)
         assert_equal_state(flat_state(other, other_optimizers), flat_state(model, optimizers))
@@ -104,19 +90,19 @@ class TestRoundTrip:
         """No moments exist yet; saving must not invent a step that was never taken."""
         path = save(tmp_path, 0, pair=make(optimizer))
         fresh, loaded = make(optimizer), make(optimizer, seed=1)
-        load_checkpoint(path, *loaded)
+        load_checkpoint(path, tensors(*loaded))
         for pair in (fresh, loaded):
             work(*pair)
         assert_equal_state(flat_state(*loaded), flat_state(*fresh))
 
     def test_without_optimizers(self, saved: Path) -> None:
-        whole, whole_optimizers = make()
-        load_checkpoint(saved / "step_00000002", whole, whole_optimizers)
+        trained, trained_optimizers = make()
+        load_checkpoint(saved / "step_00000002", tensors(trained, trained_optimizers))
         model, optimizers = make(seed=1)
         before = flat_state(model, optimizers)
-        assert load_checkpoint(saved / "step_00000002", model, []).step == 2
+        assert load_checkpoint(saved / "step_00000002", tensors(model, [])).step == 2
         after = flat_state(model, optimizers)
-        for name, value in whole.state_dict().items():
+        for name, value in trained.state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
         assert {k: v for k, v in after.items() if not k.startswith("model.")} == {
             k: v for k, v in before.items() if not k.startswith("model.")
@@ -127,7 +113,7 @@ class TestRoundTrip:
         model = make()[0]
         optimizers = build_optimizers(model, OptimConfig(name="muon", lr=1e-5, muon_lr=1e-6, weight_decay=0.3))
         expected = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]
-        load_checkpoint(saved / "step_00000002", model, optimizers)
+        load_checkpoint(saved / "step_00000002", tensors(model, optimizers))
         got = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]
         assert got == expected
 
@@ -228,7 +214,7 @@ class TestDamage:
                 assert len(notes) == 1
                 assert f"{newest} is damaged ({name}" in notes[0]
                 with pytest.raises(MoestroError, match=r"is damaged: .*Delete it to use the one before it"):
-                    load_checkpoint(newest, *make())
+                    load_checkpoint(newest, tensors(*make()))
                 shutil.rmtree(newest)
                 shutil.copytree(pristine, newest)
         assert newest_good(folder) == (newest, [])
@@ -246,7 +232,7 @@ class TestDamage:
         (newest / MANIFEST).write_text(text)
         assert newest_good(folder)[0] == folder / "step_00000001"
         with pytest.raises(MoestroError, match="is damaged"):
-            load_checkpoint(newest, *make())
+            load_checkpoint(newest, tensors(*make()))
 
     def test_a_manifest_that_is_not_text(self, folder: Path) -> None:
         (folder / "step_00000002" / MANIFEST).write_bytes(b"\xff\xfe\xfd")
@@ -276,7 +262,7 @@ class TestDamage:
 
     def test_a_path_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(MoestroError, match="step_00000009"):
-            load_checkpoint(tmp_path / "step_00000009", *make())
+            load_checkpoint(tmp_path / "step_00000009", tensors(*make()))
 
 
 class TestDiskFull:
@@ -294,11 +280,11 @@ class TestDiskFull:
         ids=lambda error: type(error).__name__,
     )
     def test_reported_with_a_remedy(self, error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(_state: Any, checkpoint_id: Path, **_: Any) -> None:
-            (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
+        def full(writer: FileSystemWriter, *_: Any) -> None:
+            (Path(writer.path) / "__0_0.distcp").write_bytes(b"half")
             raise error
 
-        monkeypatch.setattr(dcp, "save", full)
+        monkeypatch.setattr(FileSystemWriter, "write_data", full)
         with pytest.raises(
             MoestroError, match=r"cannot write checkpoint .*step_00000003: .*No space left.*run\.resume=auto"
         ):
@@ -324,16 +310,45 @@ class TestDiskFull:
             save(tmp_path / "file" / "checkpoints", 1)
 
     def test_another_fault_is_not_dressed_up(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dcp, "save", lambda *a, **k: (_ for _ in ()).throw(ValueError("a defect")))
+        monkeypatch.setattr(FileSystemWriter, "write_data", lambda *a: (_ for _ in ()).throw(ValueError("a defect")))
         with pytest.raises(ValueError, match="a defect"):
             save(folder, 3)
         self.assert_clean(folder)
 
     def test_an_interrupted_save_leaves_the_old_ones(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dcp, "save", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(FileSystemWriter, "write_data", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(folder, 3, keep=1)
         assert newest_good(folder) == (folder / "step_00000002", [])
+
+
+class TestWriting:
+    def test_what_reads_back_differently_is_not_a_checkpoint(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The disk, or what lies between, changes a byte without a word."""
+        real = write._Counting.write
+
+        def careless(self: write._Counting, data: Any) -> int:
+            content = bytearray(memoryview(data).cast("B"))
+            crc = zlib.crc32(content, self.crc)
+            content[-1] ^= 1
+            written = real(self, bytes(content))
+            self.crc = crc
+            return written
+
+        monkeypatch.setattr(write._Counting, "write", careless)
+        with pytest.raises(MoestroError, match=r"cannot write checkpoint .* reads back differently"):
+            save(folder, 3, keep=1)
+        assert newest_good(folder) == (folder / "step_00000002", [])
+        assert not (folder / ".step_00000003.tmp").exists()
+
+    def test_a_file_of_another_node_that_cannot_be_seen(self, tmp_path: Path) -> None:
+        written = [Written({}, []), Written({"__1_0.distcp": {"bytes": 5, "crc32": 0}}, [])]
+        with pytest.raises(MoestroError, match=r"written by rank 1, cannot be seen .*set run\.dir to a folder"):
+            store._check_visible(tmp_path, written)
+        (tmp_path / "__1_0.distcp").write_bytes(b"12345")
+        store._check_visible(tmp_path, written)
 
 
 class TestAnotherModel:
@@ -358,7 +373,7 @@ class TestAnotherModel:
         model, optimizers = make(seed=5, **changes)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(MoestroError, match=r"does not fit this configuration: .*config\.toml"):
-            load_checkpoint(saved / "step_00000002", model, optimizers if with_optimizers else [])
+            load_checkpoint(saved / "step_00000002", tensors(model, optimizers if with_optimizers else []))
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), f"{name} was changed"
 
@@ -368,4 +383,98 @@ class TestAnotherModel:
         work(*pair)
         path = save(tmp_path, 1, pair=pair)
         with pytest.raises(MoestroError, match="does not fit this configuration"):
-            load_checkpoint(path, *make(new))
+            load_checkpoint(path, tensors(*make(new)))
+
+
+class TestNames:
+    """Every tensor is looked for by name: nothing is lost in silence, whichever side lacks it."""
+
+    @pytest.mark.parametrize("lost", ["optimizer.state.layers.0.self_attn.q_proj.weight.exp_avg", "model.norm.weight"])
+    def test_what_the_checkpoint_lacks_is_named(self, lost: str, tmp_path: Path) -> None:
+        held = tensors(*make("adamw"))
+        held.pop(lost)
+        path = save_checkpoint(tmp_path, held, Progress(1, 2, 3.0), keep=1)
+        wanted = tensors(*make("adamw", seed=1))
+        before = {name: t.chunks[0].tensor.clone() for name, t in wanted.items()}
+        with pytest.raises(MoestroError, match=f"it does not hold {re.escape(lost)}"):
+            load_checkpoint(path, wanted)
+        for name, value in before.items():
+            assert torch.equal(wanted[name].chunks[0].tensor, value), f"{name} was changed"
+
+    def test_what_is_not_asked_for_is_named(self, saved: Path) -> None:
+        wanted = tensors(*make())
+        wanted.pop("optimizer.state.layers.0.mlp.experts.down_proj.momentum_buffer")
+        with pytest.raises(MoestroError, match=r"it also holds optimizer\.state\.layers\.0\.mlp\.experts\.down_proj"):
+            load_checkpoint(saved / "step_00000002", wanted)
+
+    def test_a_narrower_type_is_refused_and_a_wider_one_filled(self, tmp_path: Path) -> None:
+        value = torch.tensor([1.0, 1.5], dtype=torch.bfloat16)
+        path = save_checkpoint(tmp_path, {"model.w": whole(value)}, Progress(1, 2, 3.0), keep=1)
+        wider = torch.zeros(2)
+        load_checkpoint(path, {"model.w": whole(wider)})
+        assert wider.tolist() == [1.0, 1.5]
+        path = save_checkpoint(tmp_path, {"model.w": whole(wider)}, Progress(2, 2, 3.0), keep=1)
+        with pytest.raises(MoestroError, match=r"model\.w is torch\.float32 there and would lose digits"):
+            load_checkpoint(path, {"model.w": whole(value)})
+
+    def test_memory_order_does_not_matter(self, tmp_path: Path) -> None:
+        value = torch.arange(24.0).view(2, 3, 4)
+        path = save_checkpoint(tmp_path, {"model.w": whole(value.permute(2, 0, 1))}, Progress(1, 2, 3.0), keep=1)
+        loaded = torch.zeros(3, 2, 4).permute(2, 1, 0)
+        load_checkpoint(path, {"model.w": whole(loaded)})
+        assert torch.equal(loaded, value.permute(2, 0, 1))
+
+    def test_torch_reads_it_too(self, saved: Path) -> None:
+        model = make(seed=1)[0]
+        expected = make(seed=1)
+        load_checkpoint(saved / "step_00000002", tensors(*expected))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load({"model": model.state_dict()}, checkpoint_id=saved / "step_00000002", no_dist=True)
+        for name, value in expected[0].state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+class TestFormatOne:
+    """What one process wrote before there were boxes: torch's state dictionaries, saved and listed by themselves."""
+
+    @pytest.fixture(params=["adamw", "muon"])
+    def old(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[Transformer, Optimizers]]:
+        pair = make(request.param)
+        work(*pair)
+        model_state, optimizer_state = get_state_dict(*pair)
+        path = tmp_path / "checkpoints" / "step_00000003"
+        path.mkdir(parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path, no_dist=True)
+        files = {
+            p.name: {"bytes": p.stat().st_size, "crc32": zlib.crc32(p.read_bytes())} for p in sorted(path.iterdir())
+        }
+        progress = {"step": 3, "tokens": 30, "train_time_s": 0.5}
+        manifest: dict[str, Any] = {"format_version": 1, "progress": progress, "files": files}
+        manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+        (path / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        return path, pair
+
+    def test_loads(self, old: tuple[Path, tuple[Transformer, Optimizers]]) -> None:
+        path, pair = old
+        assert newest_good(path.parent) == (path, [])
+        name = "adamw" if len(pair[1]) == 1 else "muon"
+        other = make(name, seed=1)
+        assert load_checkpoint(path, tensors(*other)) == Progress(3, 30, 0.5)
+        assert_equal_state(flat_state(*other), flat_state(*pair))
+
+    def test_loads_without_optimizers(self, old: tuple[Path, tuple[Transformer, Optimizers]]) -> None:
+        path, pair = old
+        model = make(seed=1)[0]
+        load_checkpoint(path, tensors(model, []))
+        assert_equal_state(flat_state(model, []), flat_state(pair[0], []))
+
+    def test_a_lost_moment_is_still_named(self, old: tuple[Path, tuple[Transformer, Optimizers]]) -> None:
+        path, pair = old
+        wanted = tensors(*pair)
+        surplus = next(name for name in wanted if name.startswith("optimizer.state."))
+        wanted[f"{surplus}_more"] = wanted[surplus]
+        with pytest.raises(MoestroError, match=f"it does not hold {re.escape(surplus)}_more"):
+            load_checkpoint(path, wanted)

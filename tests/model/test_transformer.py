@@ -60,9 +60,9 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1
 )
 def test_which_layers_are_moe(moe: dict[str, Any] | None, expected: str) -> None:
     model = build(model_config(moe, num_layers=4))
-    assert "".join("m" if isinstance(layer.mlp, MoELayer) else "d" for layer in model.layers) == expected
+    assert "".join("m" if isinstance(layer.mlp, MoELayer) else "d" for layer in model.blocks()) == expected
     assert [layer.layer for layer in model.moe_layers()] == [i for i, kind in enumerate(expected) if kind == "m"]
-    assert all(isinstance(layer.mlp, MoELayer | SwiGLU) for layer in model.layers)
+    assert all(isinstance(layer.mlp, MoELayer | SwiGLU) for layer in model.blocks())
     assert len(model(token_ids(1, 3)).router_stats) == expected.count("m")
 
 

@@ -9,9 +9,15 @@ import torch
 
 from moestro.checkpoint.store import load_checkpoint, newest_good
 from moestro.config import Config, ModelConfig, load_config, parse_config
+from moestro.data.batches import Batch
 from moestro.model.transformer import Transformer
-from moestro.optim.build import build_optimizers
-from moestro.train.loop import build_model
+from moestro.optim.update import Update
+from moestro.parallel.build import buffers, build_model, whole_parts
+from moestro.parallel.layout import ONE
+from moestro.parallel.mesh import build_mesh
+from moestro.train import step as step_module
+from moestro.train.engine import alone
+from moestro.train.step import StepResult
 
 SEQ_LEN = 32
 WORDS = "the of and people union state congress treasury war peace law duty nation year".split()  # noqa: SIM905
@@ -94,11 +100,43 @@ def state(run: Path) -> dict[str, Any]:
     """Everything in a run's newest checkpoint, flat: weights, balance buffers and the state of the optimizers."""
     settings = load_config(str(run / "config.toml")).config
     model = build_model(settings, torch.device("cpu"))
-    optimizers = build_optimizers(model, settings.optim)
+    mesh = build_mesh(ONE, torch.device("cpu"))
+    update = Update([model], settings.optim, mesh, whole_parts(model), "auto")
+    tensors = update.parameters_state() | buffers([model]) | update.state()
     path, _ = newest_good(run / "checkpoints")
     assert path is not None
-    progress = load_checkpoint(path, model, optimizers)
-    return {"step": progress.step, "tokens": progress.tokens, **flat_state(model, optimizers)}
+    progress = load_checkpoint(path, tensors)
+    values = {name: tensor.chunks[0].tensor.clone() for name, tensor in tensors.items()}
+    return {"step": progress.step, "tokens": progress.tokens, **values}
+
+
+class PlainUpdate:
+    """Optimizers of one process, or what stands in their place, driven as a step drives `Update`."""
+
+    def __init__(self, model: Transformer, optimizers: list[Any]) -> None:
+        self.model, self.optimizers = model, optimizers
+
+    def reduce_gradients(self) -> None:
+        pass
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def train_step(
+    model: Transformer, optimizers: list[Any], batches: list[Batch], balance: Any, grad_clip: float | None, seed: int
+) -> StepResult:
+    """A step of one process; `balance` is the model's own."""
+    model.train()
+    return step_module.train_step(alone(model, seed), PlainUpdate(model, optimizers), batches, grad_clip)
 
 
 def flat_state(model: Transformer, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:

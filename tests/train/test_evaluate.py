@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from moestro.data.batches import IGNORE, ValidationStream
 from moestro.data.prepare import prepare
 from moestro.model.transformer import Transformer
+from moestro.train.engine import alone
 from moestro.train.evaluate import evaluate
 
 from .helpers import config, model_config
@@ -29,7 +30,7 @@ def model() -> Transformer:
 
 def test_uniform_model(model: Transformer, stream: ValidationStream) -> None:
     torch.nn.init.zeros_(model.head_weight)
-    result = evaluate(model, stream, 4)
+    result = evaluate(alone(model), stream, 4)
     assert result.loss == pytest.approx(math.log(257), rel=1e-6)
     assert result.tokens == stream.predictions
     assert result.bytes == stream.bytes
@@ -47,26 +48,26 @@ def test_against_cross_entropy_of_logits(model: Transformer, stream: ValidationS
             logits = model.logits(out.hidden)
             nll += float(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE,
                                          reduction="sum"))  # fmt: skip
-    result = evaluate(model, stream, 3)
+    result = evaluate(alone(model), stream, 3)
     assert result.loss == pytest.approx(nll / stream.predictions, rel=1e-5)
     assert result.bits_per_byte == pytest.approx(nll / math.log(2) / stream.bytes, rel=1e-5)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 5, 1000])
 def test_micro_batch_size_does_not_matter(micro: int, model: Transformer, stream: ValidationStream) -> None:
-    expected, got = evaluate(model, stream, 3), evaluate(model, stream, micro)
+    expected, got = evaluate(alone(model), stream, 3), evaluate(alone(model), stream, micro)
     assert (got.tokens, got.bytes) == (expected.tokens, expected.bytes)
     assert got.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_a_part(model: Transformer, stream: ValidationStream) -> None:
-    whole, part = evaluate(model, stream, 2), evaluate(model, stream, 2, max_batches=2)
+    whole, part = evaluate(alone(model), stream, 2), evaluate(alone(model), stream, 2, max_batches=2)
     first = next(iter(stream.batches(4, 1)))
     assert part.tokens == int((first.labels != IGNORE).sum())
     assert part.bytes == pytest.approx(stream.bytes * part.tokens / stream.predictions)
     assert part.bits_per_byte == pytest.approx(part.loss / math.log(2) * part.tokens / part.bytes)
     assert part.loss != whole.loss
-    assert evaluate(model, stream, 2, max_batches=10**6) == whole
+    assert evaluate(alone(model), stream, 2, max_batches=10**6) == whole
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -74,7 +75,7 @@ def test_leaves_no_trace(training: bool, model: Transformer, stream: ValidationS
     model.train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    first, second = evaluate(model, stream, 2), evaluate(model, stream, 2)
+    first, second = evaluate(alone(model), stream, 2), evaluate(alone(model), stream, 2)
     assert first == second  # no jitter
     assert all(module.training == training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -89,18 +90,18 @@ def test_uses_the_evaluation_capacity(stream: ValidationStream) -> None:
         router = {"capacity_factor": 100.0, "eval_capacity_factor": factor}
         network = Transformer(model_config(moe={"router": router}))
         network.init_weights(0)
-        losses.append(evaluate(network.train(), stream, 2).loss)
+        losses.append(evaluate(alone(network.train()), stream, 2).loss)
     assert losses[0] != losses[1]
 
 
 def test_documents_do_not_see_each_other(model: Transformer, stream: ValidationStream) -> None:
     """Packed or one document at a time, every token has the same loss."""
     model.eval()
-    alone = 0.0
+    separate = 0.0
     with torch.no_grad():
         for batch in stream.batches(1):
             for document in range(int(batch.document_ids.max()) + 1):
                 here = batch.document_ids[0] == document
                 out = model(batch.input_ids[:, here], batch.position_ids[:, here])
-                alone += float(F.cross_entropy(model.logits(out.hidden)[0], batch.labels[0, here], reduction="sum"))
-    assert evaluate(model, stream, 2).loss == pytest.approx(alone / stream.predictions, rel=1e-5)
+                separate += float(F.cross_entropy(model.logits(out.hidden)[0], batch.labels[0, here], reduction="sum"))
+    assert evaluate(alone(model), stream, 2).loss == pytest.approx(separate / stream.predictions, rel=1e-5)

@@ -185,7 +185,8 @@ class TestEnvironment:
         assert set(written) == {
             "moestro", "python", "torch", "platform", "device_name", "num_threads", "cpu_count", "git_commit",
             "git_dirty", "started_at", "command", "device", "peak_flops_measured", "peak_dtype", "total_params",
-            "active_params", "flops_per_token", "data",
+            "active_params", "flops_per_token", "world_size", "layout",
+            "muon_exchange_bytes", "data",
         }  # fmt: skip
         assert written["moestro"] == moestro.__version__
         assert written["device"] == "cpu"

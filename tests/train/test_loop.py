@@ -13,8 +13,8 @@ import torch
 
 from moestro.config import Config
 from moestro.errors import MoestroError
+from moestro.model import transformer as transformer_module
 from moestro.train import loop
-from moestro.train import step as step_module
 from moestro.train.loop import TrainResult, train
 
 from .helpers import assert_equal_state, by_step, config, events, records, state, timeless
@@ -55,12 +55,12 @@ def before_step(step: int, act: Callable[[Any], None], monkeypatch: pytest.Monke
     """Call `act` with the model before the given step; returns a list that then holds the model."""
     real, done, models = loop.train_step, [0], []
 
-    def acting(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def acting(engine: Any, *args: Any, **kwargs: Any) -> Any:
         done[0] += 1
         if done[0] == step:
-            act(model)
-            models.append(model)
-        return real(model, *args, **kwargs)
+            act(engine.models[0])
+            models.append(engine.models[0])
+        return real(engine, *args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", acting)
     return models
@@ -192,9 +192,9 @@ def test_every_sample_is_seen_once_and_in_order(tmp_path: Path, monkeypatch: pyt
     """Also over a stop and a resumption with other micro-batches."""
     real, seen = loop.train_step, []
 
-    def watched(model: Any, optimizers: Any, batches: list[Any], *rest: Any) -> Any:
+    def watched(engine: Any, update: Any, batches: list[Any], *rest: Any) -> Any:
         seen.append([batch.sample_ids.tolist() for batch in batches])
-        return real(model, optimizers, batches, *rest)
+        return real(engine, update, batches, *rest)
 
     monkeypatch.setattr(loop, "train_step", watched)
     interrupted_run(config(tmp_path), 2)
@@ -381,10 +381,12 @@ class TestDivergence:
 
     def test_a_run_resumes_after_it(self, undisturbed: Path, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            real = step_module.linear_cross_entropy
+            real = transformer_module.linear_cross_entropy
             before_step(
                 3,
-                lambda _: patch.setattr(step_module, "linear_cross_entropy", lambda *a, **k: real(*a, **k) * math.inf),
+                lambda _: patch.setattr(
+                    transformer_module, "linear_cross_entropy", lambda *a, **k: real(*a, **k) * math.inf
+                ),
                 patch,
             )
             with pytest.raises(MoestroError):

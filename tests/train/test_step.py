@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from moestro.config import OptimConfig
 from moestro.data.batches import IGNORE, Batch
 from moestro.errors import MoestroError
+from moestro.model import transformer as transformer_module
 from moestro.model.transformer import Transformer
 from moestro.optim.build import build_optimizers
 from moestro.train import step as step_module
-from moestro.train.step import NonFiniteError, StepResult, train_step
+from moestro.train.step import NonFiniteError, StepResult
 
-from .helpers import SEQ_LEN, config, flat_state, model_config
+from .helpers import SEQ_LEN, config, flat_state, model_config, train_step
 
 # Lengths of the documents of each sequence; the rest is padding. Predicted tokens: 32, 25, 23 and 4.
 LAYOUT = ((32,), (20, 5), (9, 3, 11), (4,))
@@ -205,13 +206,13 @@ class TestMicroBatches:
 
     def test_a_mean_of_micro_batch_means_would_be_caught(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The classic mistake: every micro-batch weighs the same, whatever it predicts."""
-        real = step_module.linear_cross_entropy
+        real = transformer_module.linear_cross_entropy
 
         def mean_of_means(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
             micro_batches = 4 // len(labels)
             return real(hidden, weight, labels, scale=1 / (int((labels != IGNORE).sum()) * micro_batches))
 
-        monkeypatch.setattr(step_module, "linear_cross_entropy", mean_of_means)
+        monkeypatch.setattr(transformer_module, "linear_cross_entropy", mean_of_means)
         with pytest.raises(AssertionError, match="gradient of embed_tokens"):
             assert_cut_does_not_matter(**moe_settings("sequence"))
 
@@ -222,8 +223,10 @@ class TestMicroBatches:
         def equally_weighted(model: Transformer, optimizers: Any, batches: list[Batch], *rest: Any) -> StepResult:
             forward = model.forward
 
-            def scaled(input_ids: Tensor, positions: Tensor, documents: Tensor | None, seeds: Tensor) -> Any:
-                out = forward(input_ids, positions, documents, seeds)
+            def scaled(
+                input_ids: Tensor, positions: Tensor, documents: Tensor | None, seeds: Tensor, **rest: Any
+            ) -> Any:
+                out = forward(input_ids, positions, documents, seeds, **rest)
                 valid = input_ids.numel() if documents is None else int((documents >= 0).sum())
                 factor = TOKENS / valid / len(batches)
                 stats = [replace(s, aux_loss=s.aux_loss * factor) for s in out.router_stats]
@@ -419,13 +422,13 @@ class TestNonFinite:
     def test_a_loss_that_is_nan_in_one_micro_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_model()
         recorder = Recorder(model)
-        real, calls = step_module.linear_cross_entropy, []
+        real, calls = transformer_module.linear_cross_entropy, []
 
         def planted(*args: Any, **kwargs: Any) -> Tensor:
             calls.append(1)
             return real(*args, **kwargs) * (math.nan if len(calls) == 2 else 1)
 
-        monkeypatch.setattr(step_module, "linear_cross_entropy", planted)
+        monkeypatch.setattr(transformer_module, "linear_cross_entropy", planted)
         with pytest.raises(NonFiniteError, match="nan"):
             train_step(model, [recorder], cut(packed(), 1), None, 1.0, 0)
         assert recorder.steps == 0

@@ -8,6 +8,7 @@ from moestro.model.attention.mask import AttentionMask, attend
 from moestro.model.norms import RMSNorm
 from moestro.model.ops import Linear
 from moestro.model.rope import apply_rope
+from moestro.model.shards import TensorShard
 
 
 class GroupedQueryAttention(nn.Module):
@@ -23,11 +24,14 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = Linear(heads * self.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.tp: TensorShard | None = None
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask, cache: LayerCache | None = None
     ) -> Tensor:
         """x: [batch, seq, hidden]; returns the same shape. With a cache, x continues what the cache holds."""
+        if self.tp is not None:
+            x = self.tp.gather(x, 1)
         batch, seq, _ = x.shape
         query = self.q_proj(x).view(batch, seq, -1, self.head_dim)
         key = self.k_proj(x).view(batch, seq, -1, self.head_dim)
@@ -40,4 +44,4 @@ class GroupedQueryAttention(nn.Module):
             key, value = cache.append(key, value)
         out = attend(query, key, value, mask)
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
-        return result
+        return result if self.tp is None else self.tp.scatter(result, 1)

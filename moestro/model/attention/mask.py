@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from moestro.model.ops import product_dtype
+from moestro.model.shards import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class AttentionMask:
     causal: bool = True  # the first query stands at the first key, and no query looks ahead
     dense: Tensor | None = None  # [batch, 1, queries, keys] bool, True where a query may look; replaces `causal`
     block: BlockMask | None = None  # the same for flex attention
+    # Queries and keys are spread over ranks; with `documents` [batch, all positions] or None this replaces the rest.
+    context: SequenceShard | None = None
+    documents: Tensor | None = None
 
 
 CAUSAL = AttentionMask()
@@ -55,6 +59,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Te
 
     query: [batch, heads, queries, head_dim]; key, value: [batch, kv_heads, keys, head_dim]; returns like query.
     """
+    if mask.context is not None:
+        return mask.context.attend(query, key, value, mask.documents)
     dtype, wide = query.dtype, product_dtype(query)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     grouped = query.shape[1] != key.shape[1]

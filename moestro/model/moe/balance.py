@@ -34,26 +34,31 @@ def balance_loss(
     group_size: int | None,
     valid: Tensor | None,
     global_load: Tensor,
+    places: Tensor | None = None,
 ) -> Tensor:
     """The auxiliary loss without its coefficient.
 
+    When sequences are cut over ranks, each rank returns its own tokens' part of the sum (`places` says which they are).
+
     Args:
         shares: [T, E] scores that sum to one over the experts; carries the gradient.
-        expert_ids: [T, K] chosen experts.
+        expert_ids: [T, K] chosen experts; with `places`, those of all tokens [T', K].
         seq_len, group_size: tokens of a set for the scopes `sequence` and `group`.
-        valid: [T] bool or None; tokens that are False count nowhere.
+        valid: [T] bool or None; tokens that are False count nowhere. With `places`, of all tokens [T'].
         global_load: [E] shares of the previous step's pairs, for the scope `global_batch`.
+        places: [T] where the tokens of `shares` stand among all T' tokens of the micro-batch; None: they are all.
     """
-    tokens, num_experts = shares.shape
     if scope == "global_batch":
-        mean = shares.mean(0) if valid is None else (shares * valid.unsqueeze(1)).sum(0) / valid.sum().clamp_min(1)
-        return num_experts * (global_load.to(shares.dtype) * mean).sum()
+        return lagged_balance_loss(shares, valid, global_load)
+    tokens, num_experts = len(expert_ids), shares.shape[1]
+    weight = shares.new_ones(tokens) if valid is None else valid.to(shares.dtype)
+    here = weight if places is None else weight[places]
     size = {"sequence": seq_len, "group": group_size or seq_len, "micro_batch": tokens}[scope]
     group = torch.arange(tokens, device=shares.device) // size
+    group_here = group if places is None else group[places]
     num_groups = -(-tokens // size)
-    weight = torch.ones_like(shares[:, 0]) if valid is None else valid.to(shares.dtype)
     members = shares.new_zeros(num_groups).index_add(0, group, weight)
-    mean = shares.new_zeros(num_groups, num_experts).index_add(0, group, shares * weight.unsqueeze(1))
+    mean = shares.new_zeros(num_groups, num_experts).index_add(0, group_here, shares * here.unsqueeze(1))
     pairs = (group.unsqueeze(1) * num_experts + expert_ids).reshape(-1)
     chosen = shares.new_zeros(num_groups * num_experts).index_add(
         0, pairs, weight.repeat_interleave(expert_ids.shape[1])
@@ -63,12 +68,24 @@ def balance_loss(
     return num_experts * product.sum() / members.sum().clamp_min(1)
 
 
-def z_loss(logits: Tensor, valid: Tensor | None) -> Tensor:
+def lagged_balance_loss(
+    shares: Tensor, valid: Tensor | None, global_load: Tensor, count: Tensor | int | None = None
+) -> Tensor:
+    """The scope `global_batch`: E Σ f_i P_i with P the sum of the valid shares [T, E] over `count` tokens."""
+    return shares.shape[1] * masked_mean(shares @ global_load.to(shares.dtype), valid, count)
+
+
+def z_loss(logits: Tensor, valid: Tensor | None, count: Tensor | int | None = None) -> Tensor:
     """Mean of logsumexp² of the router's logits (arXiv 2202.08906, eq. 5). logits: [T, E]."""
-    squared = logits.logsumexp(-1).square()
+    return masked_mean(logits.logsumexp(-1).square(), valid, count)
+
+
+def masked_mean(values: Tensor, valid: Tensor | None, count: Tensor | int | None = None) -> Tensor:
+    """Σ of the valid values [T] over `count`, by default their number; 0 when there is none."""
     if valid is None:
-        return squared.mean()
-    return (squared * valid).sum() / valid.sum().clamp_min(1)
+        return values.mean() if count is None else values.sum() / count
+    total = valid.sum() if count is None else torch.as_tensor(count, device=values.device)
+    return (values * valid).sum() / total.clamp_min(1)
 
 
 @torch.no_grad()

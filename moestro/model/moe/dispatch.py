@@ -5,6 +5,7 @@ layer keeps for backward does not grow with top_k (the index lists of MoEBlaze, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,34 @@ class Dispatch:
     counts: Tensor  # [E] int64, rows of each expert
 
 
-def dispatch(routing: Routing, num_experts: int) -> Dispatch:
-    """Sort the pairs by expert; pairs marked E (dropped or padding) get no row."""
+def dispatch(routing: Routing, num_experts: int, rows: int | None = None) -> Dispatch:
+    """Sort the pairs by expert; pairs marked E (dropped or padding) get no row.
+
+    rows: R where the caller knows it, so that the host need not wait for the device to count.
+    """
     flat = routing.expert_ids.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
-    rows = int(counts.sum())
-    order = order[:rows]
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+    order = order[: int(counts.sum()) if rows is None else rows]
     top_k = routing.expert_ids.shape[1]
     return Dispatch(order // top_k, routing.weights.reshape(-1)[order], counts)
 
 
 def combine(rows: Tensor, plan: Dispatch, tokens: int) -> Tensor:
     """Add the experts' (already weighted) rows [R, D] to their tokens: [T, D], zero where a token has no row."""
-    return rows.new_zeros(tokens, rows.shape[1]).index_add(0, plan.row_token, rows)
+    result: Tensor = _AddToTokens.apply(rows, plan.row_token, tokens)
+    return result
+
+
+class _AddToTokens(torch.autograd.Function):
+    """index_add into zeros. Autograd's own keeps the rows for backward, for their shape alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_token: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(row_token)
+        return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, row_token, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (row_token,) = ctx.saved_tensors
+        return grad.index_select(0, row_token), None, None

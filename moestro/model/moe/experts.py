@@ -6,9 +6,13 @@ that one product serves both; as the last two axes are a matrix each, an optimiz
 apart, and flattening axes 1 and 2 gives the fused layout of Hugging Face.
 
 * reference: a plain loop, the definition the others are tested against.
-* segmented: one autograd function that works through the experts one at a time, so that a block of rows is gathered,
-  multiplied and activated while it is in cache. Keeps x and the two hidden activations for backward. Fastest on CPUs.
-* grouped: `torch.nn.functional.grouped_mm` over gathered rows, one kernel for all experts. For GPUs.
+* segmented: works through the experts one at a time, so that a block of rows is gathered, multiplied and activated
+  while it is in cache. Fastest on CPUs.
+* grouped: `torch.nn.functional.grouped_mm`, one kernel for all experts. For GPUs.
+
+The last two keep x, the gate and up products [R, 2H] and the index lists for backward, no gathered rows: these and the
+silu are made again (arXiv 2601.05296). The reference keeps what autograd keeps, about twice as much or more. In
+compiled code the compiler chooses instead, and keeps more.
 """
 
 from typing import Any, Literal
@@ -76,15 +80,56 @@ def grouped_experts(x: Tensor, plan: Dispatch, gate_up: Tensor, down: Tensor) ->
             f"experts = 'grouped' needs rows of 16 n bytes in bf16 or fp32, got hidden_size = {down.shape[1]} "
             f"and expert_hidden_size = {down.shape[2]} in {x.dtype}; change them or set model.moe.experts = 'segmented'"
         )
-    ends = plan.counts.cumsum(0).to(torch.int32)
-    gate_up, down = gate_up.to(x.dtype).flatten(1, 2).transpose(1, 2), down.to(x.dtype).transpose(1, 2)
-    gate, up = grouped_mm(x[plan.row_token], gate_up, ends).chunk(2, dim=-1)
-    hidden = F.silu(gate) * up * plan.row_weight.unsqueeze(1)
-    return grouped_mm(hidden.to(x.dtype), down, ends)
+    out: Tensor = GroupedExperts.apply(x, plan.row_token, plan.row_weight, plan.counts, gate_up, down)
+    return out
 
 
-# grouped_mm's own fake kernel takes bf16 only and its backward wants a contiguous gradient; wrapped as one operator it
-# can be compiled and traced in every dtype.
+class GroupedExperts(torch.autograd.Function):
+    """silu(x gateᵀ) · (x upᵀ) · weight · downᵀ, all experts at once; rows and silu are made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_token: Tensor, row_weight: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        gates_ups = grouped_mm(x[row_token], gate_up.to(x.dtype).flatten(1, 2).transpose(1, 2), ends)
+        gate, up = gates_ups.chunk(2, dim=1)
+        hidden = F.silu(gate).mul_(up).mul_(row_weight.unsqueeze(1))
+        ctx.save_for_backward(x, row_token, row_weight, ends, gates_ups, gate_up, down)
+        return grouped_mm(hidden, down.to(x.dtype).transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, row_token, row_weight, ends, gates_ups, gate_up, down = ctx.saved_tensors
+        grad = grad.contiguous()  # as grouped_mm wants it; that of a sum has strides of zero
+        d_hidden = grouped_mm(grad, down.to(x.dtype), ends)
+        hidden, d_gates_ups, grad_row_weight = _activation_backward(gates_ups, row_weight, d_hidden)
+        grad_down = grouped_mm_weight_grad(grad, hidden, ends).to(down.dtype)
+        grad_gate_up = grouped_mm_weight_grad(d_gates_ups, x[row_token], ends).to(gate_up.dtype)
+        d_rows = grouped_mm(d_gates_ups, gate_up.to(x.dtype).flatten(1, 2), ends)
+        grad_x = torch.zeros_like(x).index_add_(0, row_token, d_rows)
+        return grad_x, None, grad_row_weight, None, grad_gate_up.view_as(gate_up), grad_down
+
+
+def _activation_backward(gates_ups: Tensor, row_weight: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden = silu(gate) · up · weight [R, H] again, and the gradients of gate and up [R, 2H] and of weight [R].
+
+    d_hidden is used up.
+    """
+    gate, up = gates_ups.chunk(2, dim=1)
+    weight = row_weight.unsqueeze(1)
+    silu = F.silu(gate)
+    hidden = silu * up
+    grad_weight = (d_hidden.to(row_weight.dtype) * hidden).sum(1)
+    d_hidden.mul_(weight)
+    d_gates_ups = torch.empty_like(gates_ups)
+    d_gate, d_up = d_gates_ups.chunk(2, dim=1)
+    d_up.copy_(silu.mul_(d_hidden))
+    d_gate.copy_(torch.ops.aten.silu_backward(d_hidden.mul_(up), gate))
+    return hidden.mul_(weight), d_gates_ups, grad_weight
+
+
+# grouped_mm's own fake kernel takes bf16 only; wrapped as one operator it can be compiled and traced in every dtype.
 @torch.library.custom_op("moestro::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """rows: [R, in] grouped by expert, weight: [E, in, out], ends: [E] int32 last row + 1; returns [R, out]."""
@@ -92,9 +137,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("moestro::grouped_mm_weight_grad", mutates_args=())
-def grouped_mm_weight_grad(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """rows: [R, in], grad: [R, out]; returns [E, in, out], zero for an expert without rows."""
-    return F.grouped_mm(rows.t(), grad, offs=ends)
+def grouped_mm_weight_grad(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """left: [R, a], right: [R, b]; returns leftᵀ right of each group, [E, a, b], zero for an expert without rows."""
+    return F.grouped_mm(left.t(), right, offs=ends)
 
 
 @grouped_mm.register_fake
@@ -103,21 +148,8 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @grouped_mm_weight_grad.register_fake
-def _(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(ends.shape[0], rows.shape[1], grad.shape[1])
-
-
-def _grouped_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows, weight, ends = ctx.saved_tensors
-    grad = grad.contiguous()
-    return grouped_mm(grad, weight.transpose(1, 2), ends), grouped_mm_weight_grad(rows, grad, ends), None
-
-
-grouped_mm.register_autograd(_grouped_backward, setup_context=_grouped_setup)
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
 class SegmentedExperts(torch.autograd.Function):

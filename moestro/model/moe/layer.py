@@ -1,12 +1,26 @@
 """The mixture-of-experts feed-forward: route → dispatch → experts → combine."""
 
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from moestro.config import ModelConfig
 from moestro.model.mlp import SwiGLU
 from moestro.model.moe.dispatch import combine, dispatch
 from moestro.model.moe.experts import Experts
-from moestro.model.moe.router import Router, RouterStats, TokenGroups
+from moestro.model.moe.router import Router, RouterStats, Routing, TokenGroups
+
+
+class Mix(Protocol):
+    """The three stages after routing: x [T, D] to the experts' weighted sum [T, D]."""
+
+    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor: ...
+
+
+def mix(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """With all experts here and all tokens at once."""
+    plan = dispatch(routing, len(experts.down_proj))
+    return combine(experts(x, plan), plan, len(x))
 
 
 class MoELayer(nn.Module):
@@ -21,13 +35,13 @@ class MoELayer(nn.Module):
         self.experts = Experts(moe.num_experts, config.hidden_size, moe.expert_hidden_size, moe.experts)
         shared = moe.num_shared_experts * moe.expert_hidden_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+        self.mix: Mix = mix  # `moestro.parallel` sets one for experts on several ranks
 
     def forward(self, x: Tensor, groups: TokenGroups) -> tuple[Tensor, RouterStats]:
         """x: [batch, seq, hidden]; returns the same shape and the layer's routing statistics."""
         tokens = x.flatten(0, -2)
         routing = self.router(tokens, groups, self.layer)
-        plan = dispatch(routing, len(self.router.weight))
-        out = combine(self.experts(tokens, plan), plan, len(tokens))
+        out = self.mix(tokens, routing, self.experts).view_as(x)
         if self.shared_experts is not None:
-            out = out + self.shared_experts(tokens)
-        return out.view_as(x), routing.stats
+            out = out + self.shared_experts(x)
+        return out, routing.stats

@@ -1,6 +1,7 @@
 """Stage one: logits in, (expert ids, weights, statistics) out. Pure: nothing is remembered here."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moestro.config import BalanceConfig, RouterConfig
-from moestro.model.moe.balance import balance_loss, z_loss
+from moestro.model.moe.balance import balance_loss, lagged_balance_loss, masked_mean, z_loss
 from moestro.model.ops import linear
+from moestro.model.shards import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -17,17 +19,39 @@ class TokenGroups:
     """What the router must know about where its tokens come from.
 
     valid: [T] bool, False at padding, or None when there is none. seq_len: tokens of one sequence; T is a multiple.
-    noise_seeds: one integer a sequence, or None outside training.
+    noise_seeds: one integer a sequence, or None outside training. All three describe whole sequences, also when
+    `shard` says that this rank routes only some of their positions.
     """
 
     seq_len: int
     valid: Tensor | None = None
     noise_seeds: Tensor | None = None
+    shard: SequenceShard | None = None
+
+    def mine(self, x: Tensor) -> Tensor:
+        """[all tokens, ...] → [tokens here, ...]."""
+        return x if self.shard is None else self.shard.mine(x)
+
+    def all(self, x: Tensor) -> Tensor:
+        """[tokens here, ...] → [all tokens, ...], without gradient."""
+        return x if self.shard is None else self.shard.gather(x)
+
+    def valid_here(self) -> Tensor | None:
+        return None if self.valid is None else self.mine(self.valid)
+
+    def count(self, here: int) -> Tensor | int:
+        """Valid tokens of the micro-batch, of which `here` (padding included) are on this rank."""
+        if self.valid is not None:
+            return self.valid.sum()
+        return here if self.shard is None else here * self.shard.parts
 
 
 @dataclass(frozen=True)
 class RouterStats:
-    """Sums and means over the valid tokens of one micro-batch in one layer; the losses carry gradients."""
+    """Sums and means over the valid tokens of one micro-batch in one layer; the losses carry gradients.
+
+    When sequences are cut over ranks, the means are this rank's part: the ranks' values add up to the mean.
+    """
 
     load: Tensor  # [E] fp32, (token, expert) pairs chosen, before any are dropped
     dropped: Tensor  # [] fp32, pairs that found no room
@@ -57,16 +81,22 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.balance, self.top_k = config, balance, top_k
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.register_buffer("bias", torch.zeros(num_experts))
-        self.register_buffer("bias_moments", torch.zeros(3, num_experts))
-        self.register_buffer("global_load", torch.full((num_experts,), 1 / num_experts))
+        self.reset_balance(self.weight.device)
+
+    def reset_balance(self, device: torch.device) -> None:
+        """No bias, and a load as if it had been even so far."""
+        num_experts = len(self.weight)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        self.register_buffer("bias_moments", torch.zeros(3, num_experts, device=device))
+        self.register_buffer("global_load", torch.full((num_experts,), 1 / num_experts, device=device))
 
     def forward(self, x: Tensor, groups: TokenGroups, layer: int) -> Routing:
         """x: [T, D]; `layer` distinguishes the layers' noise."""
         dtype = torch.float32 if self.config.fp32 and x.dtype != torch.float64 else x.dtype
         x = x.to(dtype)
         if self.training and self.config.jitter > 0 and groups.noise_seeds is not None:
-            x = x * jitter_noise(groups.noise_seeds, layer, groups.seq_len, x.shape[1], self.config.jitter, x)
+            noise = jitter_noise(groups.noise_seeds, layer, groups.seq_len, x.shape[1], self.config.jitter, x)
+            x = x * groups.mine(noise)
         logits = F.linear(x, self.weight.to(dtype)) if self.config.fp32 else linear(x, self.weight)
         return route(logits, self.top_k, self.config, self.balance, groups, self.bias, self.global_load, self.training)
 
@@ -83,6 +113,7 @@ def route(
 ) -> Routing:
     """Choose top_k experts for each token. logits: [T, E]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    valid, count = groups.valid_here(), groups.count(len(logits))
     num_experts = logits.shape[1]
     probs = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
     selection = logits if config.top_k_before_score else probs
@@ -101,14 +132,12 @@ def route(
     shares = probs if config.score == "softmax" else probs / probs.sum(-1, keepdim=True).clamp_min(1e-20)
     kept = _within_capacity(expert_ids, num_experts, config, groups, training)
     stats = RouterStats(
-        load=_count(expert_ids, num_experts, groups.valid),
-        dropped=_pairs_lost(kept, groups.valid, expert_ids),
-        tokens=_valid_tokens(logits, groups.valid),
-        token_entropy=_mean_entropy(shares.detach(), groups.valid),
-        aux_loss=balance_loss(
-            shares, expert_ids, balance.aux_scope, groups.seq_len, config.group_size, groups.valid, global_load
-        ),
-        z_loss=z_loss(logits, groups.valid),
+        load=_count(expert_ids, num_experts, valid),
+        dropped=_pairs_lost(kept, valid, expert_ids),
+        tokens=torch.tensor(float(len(logits)), device=logits.device) if valid is None else valid.sum().float(),
+        token_entropy=masked_mean(_entropy(shares.detach()), valid, count),
+        aux_loss=_aux_loss(shares, expert_ids, balance, groups, config.group_size, global_load),
+        z_loss=z_loss(logits, valid, count),
     )
     if kept is not None:
         expert_ids = torch.where(kept, expert_ids, num_experts)
@@ -132,10 +161,12 @@ def _within_capacity(
     factor = config.capacity_factor
     if not training and config.eval_capacity_factor is not None:
         factor = config.eval_capacity_factor
+    if factor is None:
+        here = groups.valid_here()
+        return None if here is None else here.unsqueeze(1).expand(expert_ids.shape)
+    expert_ids = groups.all(expert_ids)
     tokens, top_k = expert_ids.shape
     valid = None if groups.valid is None else groups.valid.unsqueeze(1).expand(tokens, top_k)
-    if factor is None:
-        return valid
     size = min(config.group_size or groups.seq_len, tokens)
     group = torch.arange(tokens, device=expert_ids.device) // size
     queue = group.unsqueeze(1) * num_experts + expert_ids
@@ -147,7 +178,24 @@ def _within_capacity(
     room = capacity(size, top_k, num_experts, factor, config.min_expert_capacity)
     kept = torch.empty_like(order.values, dtype=torch.bool)
     kept[order.indices] = (position - starts < room) & (order.values >= 0)
-    return kept.view(top_k, tokens).t()
+    return groups.mine(kept.view(top_k, tokens).t())
+
+
+def _aux_loss(
+    shares: Tensor,
+    expert_ids: Tensor,
+    balance: BalanceConfig,
+    groups: TokenGroups,
+    group_size: int | None,
+    global_load: Tensor,
+) -> Tensor:
+    if balance.aux_scope == "global_batch":
+        return lagged_balance_loss(shares, groups.valid_here(), global_load, groups.count(len(shares)))
+    all_ids = groups.all(expert_ids)
+    places = None if groups.shard is None else groups.mine(torch.arange(len(all_ids), device=shares.device))
+    return balance_loss(
+        shares, all_ids, balance.aux_scope, groups.seq_len, group_size, groups.valid, global_load, places
+    )
 
 
 def jitter_noise(seeds: Tensor, layer: int, seq_len: int, width: int, amount: float, like: Tensor) -> Tensor:
@@ -172,14 +220,8 @@ def _pairs_lost(kept: Tensor | None, valid: Tensor | None, expert_ids: Tensor) -
     return lost.sum().float()
 
 
-def _valid_tokens(logits: Tensor, valid: Tensor | None) -> Tensor:
-    return torch.tensor(float(len(logits)), device=logits.device) if valid is None else valid.sum().float()
-
-
-def _mean_entropy(shares: Tensor, valid: Tensor | None) -> Tensor:
+def _entropy(shares: Tensor) -> Tensor:
+    """Of each token's shares [T, E], over ln E; 0 for a single expert."""
     if shares.shape[1] == 1:
-        return torch.zeros((), device=shares.device)
-    entropy = torch.special.entr(shares.float()).sum(-1) / torch.tensor(float(shares.shape[1])).log().item()
-    if valid is None:
-        return entropy.mean()
-    return (entropy * valid).sum() / valid.sum().clamp_min(1)
+        return torch.zeros(len(shares), device=shares.device)
+    return torch.special.entr(shares.float()).sum(-1) / math.log(shares.shape[1])

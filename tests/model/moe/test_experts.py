@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moestro.errors import MoestroError
 from moestro.model import ops
 from moestro.model.moe.dispatch import Dispatch, combine, dispatch
 from moestro.model.moe.experts import (
@@ -166,14 +167,15 @@ def test_the_same_without_gradients(kind: str, choice: str) -> None:
     torch.testing.assert_close(combine(run(kind, x, plan, gate_up, down), plan, len(x)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["segmented", "grouped"])
 @pytest.mark.parametrize("frozen", range(4))
-def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
+def test_a_frozen_input_gets_no_gradient(kind: str, frozen: int) -> None:
     case = Case(*CHOICES["random"], 8, 12)
     expected = case.of("pairs")
     case.leaves[frozen].requires_grad_(False)
     x, weights, gate_up, down = case.leaves
     plan = case.plan(weights)
-    combine(run("segmented", x, plan, gate_up, down), plan, len(x)).backward(case.upstream)
+    combine(run(kind, x, plan, gate_up, down), plan, len(x)).backward(case.upstream)
     for i, leaf in enumerate(case.leaves):
         if i == frozen:
             assert leaf.grad is None
@@ -184,15 +186,17 @@ def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
 def test_auto_is_segmented_on_a_cpu_and_follows_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(*CHOICES["random"], 8, 12)
     plan = case.plan(case.leaves[1])
-    names = {"auto": "SegmentedExpertsBackward", "segmented": "SegmentedExpertsBackward", "reference": "CatBackward0"}
+    names = {
+        "auto": "SegmentedExpertsBackward",
+        "segmented": "SegmentedExpertsBackward",
+        "grouped": "GroupedExpertsBackward",
+        "reference": "CatBackward0",
+    }
     for setting, name in names.items():
         layer = Experts(4, 8, 12, setting)  # type: ignore[arg-type]
         out = layer(case.leaves[0], plan)
         assert out.grad_fn is not None
         assert out.grad_fn.name() == name
-    grouped = Experts(4, 8, 12, "grouped")(case.leaves[0], plan)
-    assert grouped.grad_fn is not None
-    assert "grouped_mm" in grouped.grad_fn.name()
 
 
 # Memory
@@ -216,21 +220,30 @@ def held_elements(kind: str, case: Case) -> tuple[int, int]:
     return sum(n for n, floating in sizes if floating), sum(n for n, floating in sizes if not floating)
 
 
-def test_segmented_keeps_less_than_half_of_what_the_plain_way_keeps() -> None:
+@pytest.mark.parametrize(("kind", "counters"), [("segmented", 0), ("grouped", 8)])  # grouped: [E] int32 ends
+def test_less_than_half_of_what_the_plain_way_keeps(kind: str, counters: int) -> None:
     """MoEBlaze (arXiv 2601.05296): 2 L K d + 4 L K h against L d + 2 L K h elements; 18 to 8.25 at K = 4, h = 4 d."""
     tokens, top_k, hidden = 32, 4, 8
     width, rows = 4 * hidden, tokens * top_k
     case = Case(choose(tokens, 8, top_k), 8, hidden, width)
-    segmented, indices = held_elements("segmented", case)
-    assert segmented <= tokens * hidden + 2 * rows * width + rows
-    assert indices <= 3 * rows
+    kept, indices = held_elements(kind, case)
+    assert kept == tokens * hidden + 2 * rows * width + rows
+    assert indices == rows + counters
     plain, _ = held_elements("reference", case)
-    assert plain >= 2 * rows * hidden + 4 * rows * width
-    assert plain / segmented > 2
+    assert plain == 2 * rows * hidden + 4 * rows * width + rows
+    assert plain / kept > 2
 
 
-def test_segmented_does_not_grow_with_top_k_beyond_the_hidden_rows() -> None:
-    held = [held_elements("segmented", Case(choose(32, 8, k), 8, 8, 4))[0] for k in (1, 4)]
+@pytest.mark.parametrize("kind", ["segmented", "grouped"])
+def test_in_bf16_no_copy_of_the_weights_is_kept(kind: str) -> None:
+    case = Case(choose(32, 8, 4), 8, 16, 24)
+    case.leaves[0] = case.leaves[0].detach().bfloat16().requires_grad_()
+    assert held_elements(kind, case)[0] == 32 * 16 + 2 * 32 * 4 * 24 + 32 * 4
+
+
+@pytest.mark.parametrize("kind", ["segmented", "grouped"])
+def test_held_does_not_grow_with_top_k_beyond_the_hidden_rows(kind: str) -> None:
+    held = [held_elements(kind, Case(choose(32, 8, k), 8, 8, 4))[0] for k in (1, 4)]
     assert held[1] - held[0] == 3 * 32 * (2 * 4 + 1)  # 2 H activations and one weight for each further row
 
 
@@ -260,11 +273,11 @@ def test_without_gradients_the_activations_of_one_expert_are_held() -> None:
     assert evaluated.elements == int(plan.counts.max()) * 2 * 64
 
 
-# The wrapped operator
+# The grouped implementation and its operators
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
-    return normal(6, 8, grad=True), normal(3, 8, 4, seed=1, grad=True), torch.tensor([2, 2, 6], dtype=torch.int32)
+    return normal(6, 8), normal(3, 8, 4, seed=1), torch.tensor([2, 2, 6], dtype=torch.int32)
 
 
 def test_grouped_mm_is_one_product_a_group() -> None:
@@ -272,24 +285,44 @@ def test_grouped_mm_is_one_product_a_group() -> None:
     out = grouped_mm(rows, weight, ends)
     torch.testing.assert_close(out, torch.cat([rows[:2] @ weight[0], rows[2:] @ weight[2]]))
     grad = normal(6, 4, seed=2)
-    found = grouped_mm_weight_grad(rows.detach(), grad, ends)
+    found = grouped_mm_weight_grad(rows, grad, ends)
     expected = torch.stack([rows[:2].t() @ grad[:2], torch.zeros(8, 4), rows[2:].t() @ grad[2:]])
     torch.testing.assert_close(found, expected)
 
 
-def test_grouped_mm_takes_a_broadcast_gradient() -> None:
+def test_operators_keep_the_rules_of_operators() -> None:
     rows, weight, ends = operands()
-    grouped_mm(rows, weight, ends).sum().backward()  # its gradient has strides of zero
-    assert rows.grad is not None
-    torch.testing.assert_close(rows.grad[:2], weight[0].sum(1).expand(2, 8))
+    torch.library.opcheck(grouped_mm, (rows, weight, ends))
+    torch.library.opcheck(grouped_mm_weight_grad, (rows, normal(6, 4), ends))
 
 
-def test_grouped_mm_keeps_the_rules_of_an_operator() -> None:
-    torch.library.opcheck(grouped_mm, operands())
-    rows, _, ends = operands()
-    torch.library.opcheck(
-        grouped_mm_weight_grad, (rows.detach(), normal(6, 4), ends), test_utils=("test_schema", "test_faketensor")
+@pytest.mark.parametrize("choice", CHOICES)
+def test_grouped_equals_reference_to_1e_6(choice: str) -> None:
+    case = Case(*CHOICES[choice], 8, 12)
+    for name, found, expected in zip(NAMES, case.of("grouped"), case.of("reference"), strict=True):
+        assert relative(found, expected) < 1e-6, name
+
+
+def test_grouped_takes_a_broadcast_gradient() -> None:
+    case = Case(*CHOICES["random"], 8, 12)
+    x, weights, gate_up, down = case.leaves
+    plan = case.plan(weights)
+    found, expected = (  # the gradient of a sum has strides of zero
+        torch.autograd.grad(run(kind, x, plan, gate_up, down).sum(), [x, gate_up, down], retain_graph=True)
+        for kind in ("grouped", "reference")
     )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_grouped_repeats_bit_for_bit() -> None:
+    case = Case(*CHOICES["every_expert"], 8, 12)
+    assert all(torch.equal(one, other) for one, other in zip(case.of("grouped"), case.of("grouped"), strict=True))
+
+
+def test_grouped_in_double_precision_names_the_remedy() -> None:
+    case = Case(*CHOICES["random"], 8, 12, dtype=torch.float64)
+    with pytest.raises(MoestroError, match=r"bf16 or fp32.*set model\.moe\.experts = 'segmented'"):
+        case.of("grouped")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
