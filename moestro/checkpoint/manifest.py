@@ -87,13 +87,14 @@ def problems(folder: Path, first: int = 0, step: int = 1) -> Iterator[tuple[int,
             yield number, name, f"{name} cannot be read: {error.strerror}"
 
 
-def compare(folder: Path, files: dict[str, FileEntry]) -> None:
-    """Read back what was just written.
+def settle(folder: Path, files: dict[str, FileEntry]) -> None:
+    """Flush what was just written to disk and read it back.
 
     Raises:
         OSError: it is not what was written.
     """
     for name, entry in files.items():
+        sync(folder / name)  # DCP flushes a table of contents before the last of it has left its buffer
         if crc32(folder / name) != entry["crc32"]:
             raise OSError(f"{name} reads back differently from what was written")
 

@@ -1,6 +1,7 @@
 """Work that all ranks do together, where an error on one of them is an error on all."""
 
 import pickle
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -112,9 +113,11 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """The error itself where it survives pickling, else its text."""
+    """The error as it survives pickling, else its text; with its traceback as a note."""
+    copy: BaseException
     try:
-        copy: BaseException = pickle.loads(pickle.dumps(error))
-        return copy
+        copy = pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return copy

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moestro.checkpoint.manifest import FileEntry, compare
+from moestro.checkpoint.manifest import FileEntry, settle
 from moestro.parallel.logical import LogicalTensor, tiles
 
 SMALLEST_PIECE = 1 << 18  # bytes; a box that several ranks hold is not cut into smaller ones
@@ -98,10 +98,10 @@ def share_out(held: list[list[Piece]]) -> list[list[Piece]]:
 def _cut(piece: Piece, limit: int) -> Iterator[Piece]:
     """Pieces of about `limit` bytes, cut along the first axis that is long enough, else along the longest."""
     count = -(-piece.bytes // limit)
-    long = [axis for axis, n in enumerate(piece.size) if n >= count]
     if count <= 1:
         yield piece
         return
+    long = [axis for axis, n in enumerate(piece.size) if n >= count]
     axis = long[0] if long else max(range(len(piece.size)), key=piece.size.__getitem__)
     length = piece.size[axis]
     count = min(count, length)
@@ -127,7 +127,7 @@ def write(folder: Path, plan: SavePlan, data: Callable[[Piece], Tensor]) -> Writ
     """Write, flush and read back the files of one rank; `data` gives the values of a piece."""
     with _writing(folder) as (writer, checksums):
         results = writer.write_data(plan, _Values(data)).value()  # type: ignore[arg-type]  # has what is asked of it
-    compare(folder, checksums.files)
+    settle(folder, checksums.files)
     return Written(checksums.files, results)
 
 
@@ -135,7 +135,7 @@ def finish(folder: Path, metadata: Metadata, written: list[Written]) -> dict[str
     """Write the table of contents; return the size and CRC of all files."""
     with _writing(folder) as (writer, checksums):
         writer.finish(metadata, [part.results for part in written])
-    compare(folder, checksums.files)
+    settle(folder, checksums.files)
     return {name: entry for files in (checksums.files, *(p.files for p in written)) for name, entry in files.items()}
 
 

@@ -68,7 +68,7 @@ def verify(path: Annotated[Path, typer.Argument(help="A step_… folder, or a ru
             files = contents(checkpoint).files
             typer.echo(f"{checkpoint}  good  {len(files)} files, {_bytes(sum(files.values()))}")
     if bad:
-        raise MoestroError("damaged: " + "\ndamaged: ".join(bad))
+        raise MoestroError("\n".join(bad))
 
 
 @app.command("reshape", no_args_is_help=True)

@@ -21,6 +21,7 @@ from moestro.config import Config, TrainConfig
 from moestro.model.moe.dispatch import combine, dispatch
 from moestro.model.moe.experts import Experts
 from moestro.model.moe.router import Routing
+from moestro.model.ops import product_dtype
 from moestro.parallel import comm
 from moestro.parallel.comm import Group
 from moestro.parallel.exchange import AllGatherExchange, Exchange, TokenExchange, build_exchange
@@ -130,13 +131,13 @@ class ExpertMix:
         if isinstance(self.chunks, int):
             return self.chunks
         assert self.budget_bytes is not None
-        hidden, width = experts.down_proj.shape[1:]
+        (hidden, width), element = experts.down_proj.shape[1:], product_dtype(x).itemsize
         loads = self._loads(expert_ids).tolist()
         chosen, fits = FINEST, False
         for chunks in (c for c in range(1, FINEST + 1) if FINEST % c == 0):
             size = FINEST // chunks
             parts = [[sum(column) for column in zip(*loads[i : i + size], strict=True)] for i in range(0, FINEST, size)]
-            need = [chunk_bytes(h, s, r, rows, hidden, width, x.element_size()) for h, s, r, rows in parts]
+            need = [chunk_bytes(h, s, r, rows, hidden, width, element) for h, s, r, rows in parts]
             if max(need) <= self.budget_bytes:
                 chosen, fits = chunks, True
                 break
@@ -180,10 +181,11 @@ def chunk_bytes(here: int, sent: int, received: int, rows: int, hidden: int, wid
 
     Kept since forward: the received tokens, gate and up products of its rows (2 · width). Made in backward: as much
     again and three more activations of `width`, three of `hidden` a row, the gradients of tokens at both ends.
-    Between-node copies that `two_hop` and `leader` only pass on are not in it, nor are weights and their gradients.
+    Copies that `two_hop` and `leader` only pass on are not in it, nor are weights and their gradients. Without
+    recompute the chunks' kept parts add up.
 
     Args:
         here, sent, received: tokens of this rank, copies it sends, copies it gets. rows: expert rows it computes.
-        hidden, width: of an expert on this rank. element: bytes of an activation.
+        hidden, width: of an expert on this rank. element: bytes of a number in the experts' products.
     """
     return element * (hidden * (2 * here + 2 * sent + 4 * received) + rows * (3 * hidden + 7 * width)) + 32 * rows

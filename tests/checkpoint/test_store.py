@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from train.helpers import assert_equal_state, flat_state
 
@@ -343,6 +345,30 @@ class TestWriting:
         assert newest_good(folder) == (folder / "step_00000002", [])
         assert not (folder / ".step_00000003.tmp").exists()
 
+    def test_every_byte_is_on_the_disk_before_the_name_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        flushed: dict[int, int] = {}  # bytes of a file when it was last flushed
+        named: list[dict[int, int]] = []
+        real_sync, real_rename = os.fsync, Path.rename
+
+        def fsync(file: int) -> None:
+            real_sync(file)
+            flushed[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+        def rename(path: Path, target: Path) -> Path:
+            if target.name.startswith("step_"):
+                named.append(dict(flushed))
+            return real_rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(Path, "rename", rename)
+        path = save_checkpoint(tmp_path, {"model.w": whole(torch.ones(3))}, Progress(3, 2, 1.0), keep=1)
+        assert len(named) == 1
+        for file in (*path.iterdir(), path):
+            assert named[0][file.stat().st_ino] == file.stat().st_size, file.name
+        assert tmp_path.stat().st_ino in flushed
+
     def test_a_file_of_another_node_that_cannot_be_seen(self, tmp_path: Path) -> None:
         written = [Written({}, []), Written({"__1_0.distcp": {"bytes": 5, "crc32": 0}}, [])]
         with pytest.raises(MoestroError, match=r"written by rank 1, cannot be seen .*set run\.dir to a folder"):
@@ -423,6 +449,18 @@ class TestNames:
         loaded = torch.zeros(3, 2, 4).permute(2, 1, 0)
         load_checkpoint(path, {"model.w": whole(loaded)})
         assert torch.equal(loaded, value.permute(2, 0, 1))
+
+    def test_torch_makes_nested_dictionaries_of_it(self, saved: Path, tmp_path: Path) -> None:
+        expected = make(seed=1)
+        load_checkpoint(saved / "step_00000002", tensors(*expected))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_to_torch_save(saved / "step_00000002", tmp_path / "all.pt")
+        found = torch.load(tmp_path / "all.pt")
+        assert found["model"].keys() == expected[0].state_dict().keys()
+        moments = found["optimizer"]["state"]["norm.weight"]
+        assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert torch.equal(moments["exp_avg"], expected[1][0].state[expected[0].norm.weight]["exp_avg"])
 
     def test_torch_reads_it_too(self, saved: Path) -> None:
         model = make(seed=1)[0]

@@ -23,13 +23,17 @@ class TestFit:
 
 class TestChecks:
     def test_affine(self) -> None:
-        assert memfine.check_affine(PEAKS).verdict == "holds"
-        assert memfine.check_affine({c: 1000 // c**2 for c in (1, 2, 4, 8)}).verdict == "does not hold"
+        curved = {c: 1000 // c**2 for c in (1, 2, 4, 8)}
+        assert memfine.check_affine(PEAKS, PEAKS).verdict == "holds"
+        assert memfine.check_affine(curved, PEAKS).verdict == "does not hold"
+        assert memfine.check_affine(PEAKS, curved).verdict == "does not hold"
 
     def test_reduction(self) -> None:
-        assert memfine.check_reduction(PEAKS).verdict == "holds"
-        assert memfine.check_reduction({1: 100, 2: 80, 8: 70}).verdict == "holds in part"
-        assert memfine.check_reduction({1: 100, 2: 100, 8: 100}).verdict == "does not hold"
+        small, none = {1: 100, 2: 80, 8: 70}, {1: 100, 2: 100, 8: 100}
+        assert memfine.check_reduction(PEAKS, small).verdict == "holds"
+        assert memfine.check_reduction(small, PEAKS).verdict == "holds in part"
+        assert memfine.check_reduction(none, PEAKS).verdict == "does not hold"
+        assert memfine.check_reduction(PEAKS, none).verdict == "does not hold"
 
     def test_equal(self) -> None:
         plain = Step(0, 1.0, [torch.ones(2), torch.ones(3)])
@@ -77,11 +81,12 @@ class TestStorm:
         assert memfine.check_agreement([seen[0], replace(seen[0])]).verdict == "does not hold"
 
 
-def test_small_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memfine, "TOKENS", 1024)
-    steps = {chunks: memfine.layer_step(chunks) for chunks in (1, 4)}
-    assert memfine.check_equal(memfine.layer_step(None), steps).verdict == "holds"
-    assert steps[4].peak < 0.5 * steps[1].peak
+@pytest.mark.parametrize("layer", [memfine.WIDE, memfine.NARROW], ids=["top-8", "top-2"])
+def test_small_layer(layer: memfine.Layer) -> None:
+    layer = replace(layer, tokens=1024)
+    steps = {chunks: memfine.layer_step(layer, chunks) for chunks in (1, 4)}
+    assert memfine.check_equal(memfine.layer_step(layer, None), steps).verdict == "holds"
+    assert steps[4].peak < 0.7 * steps[1].peak
 
 
 @pytest.mark.slow
@@ -89,4 +94,4 @@ def test_whole_row() -> None:
     result = memfine.run(lambda done, total, what: None)
     closing = ["holds", *["arithmetic does not close"] * 2, "not reproducible here"]
     assert [check.verdict for check in result.checks] == ["holds"] * 5 + closing
-    assert len(result.figures) == len(memfine.CHUNKS) + 2 * (1 + len(memfine.BINS))
+    assert len(result.figures) == 2 * len(memfine.CHUNKS) + 1 + len(memfine.BINS)
