@@ -1,6 +1,9 @@
 """Collectives that autograd knows, over a group that may be `None`: a group of one, where they do nothing.
 
 Gradients are sums: the backward of a gather is a reduce-scatter and the other way round. Nothing here divides.
+
+On CPUs, short messages travel by gloo's all-to-all, which is one exchange where its other collectives are a chain of
+them: two to five times as fast up to some hundred kilobytes with as many ranks as cores or more (docs/benchmarks.md).
 """
 
 from typing import Any, TypeAlias
@@ -10,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group: TypeAlias = dist.ProcessGroup | None
+
+SHORT_BYTES = 2**18  # of a message, above which the all-to-all's copies cost more than the chain
 
 # Newer PyTorch renames the two and warns at the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,25 +31,42 @@ def rank_in(group: Group) -> int:
 
 def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce x in place over the group and return it; no gradient."""
-    if group is not None:
-        dist.all_reduce(x, op=op, group=group)
+    if group is None:
+        return x
+    if _is_short(x) and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        everyone = x.new_empty((group.size(), *x.shape))
+        all_gather_into(everyone, x.contiguous(), group)
+        return x.copy_(everyone.sum(0) if op == dist.ReduceOp.SUM else everyone.amax(0))
+    dist.all_reduce(x, op=op, group=group)
     return x
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> None:
     """Fill `out` with the ranks' equally long x, in order of rank; both contiguous; no gradient."""
+    out, x = out.view(-1), x.view(-1)
     if group is None:
-        out.view(-1).copy_(x.view(-1))
+        out.copy_(x)
+    elif _is_short(out):
+        dist.all_to_all_single(out, x.repeat(group.size()), group=group)
     else:
-        _all_gather_single(out.view(-1), x.view(-1), group=group)
+        _all_gather_single(out, x, group=group)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: Group) -> None:
     """Add the ranks' x and fill `out` with this rank's part; both contiguous; no gradient."""
+    out, x = out.view(-1), x.view(-1)
     if group is None:
-        out.view(-1).copy_(x.view(-1))
+        out.copy_(x)
+    elif _is_short(x):
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=group)
+        torch.sum(parts.view(group.size(), -1), 0, out=out)
     else:
-        _reduce_scatter_single(out.view(-1), x.view(-1), group=group)
+        _reduce_scatter_single(out, x, group=group)
+
+
+def _is_short(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.nbytes <= SHORT_BYTES
 
 
 def gather_list(x: Tensor, group: Group) -> list[Tensor]:

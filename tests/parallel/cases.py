@@ -11,7 +11,7 @@ from moestro.data.batches import IGNORE, Batch
 from moestro.errors import MoestroError
 from moestro.parallel.layout import Layout, resolve_layout
 
-SEQ_LEN, BATCH, STEPS, VOCAB = 32, 8, 10, 61
+SEQ_LEN, BATCH, STEPS, VOCAB = 32, 4, 10, 61
 MESH = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
 # What a layout can choose besides its sizes. Each value must make a difference only to how, never to what.
@@ -74,7 +74,7 @@ class Case:
 
 
 def make_config(model: str, optimizer: str, **sections: dict[str, Any]) -> Config:
-    moe = {"num_experts": 8, "top_k": 2, "expert_hidden_size": 16, "first_k_dense": 1} | MODELS[model]
+    moe = {"num_experts": 8, "top_k": 2, "expert_hidden_size": 16, "first_k_dense": 2} | MODELS[model]
     return Config.model_validate({
         "model": {
             "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True,
