@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moestro.checkpoint.ranks import together
 from moestro.parallel.comm import Group, rank_in, size_of
+from moestro.parallel.ranks import together
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2

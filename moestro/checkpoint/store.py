@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from moestro.checkpoint.manifest import MANIFEST as MANIFEST
 from moestro.checkpoint.manifest import Progress as Progress
 from moestro.checkpoint.manifest import problem, progress_of, sync, write_manifest
-from moestro.checkpoint.ranks import RankFailure, dealt, gathered, on_first, together
 from moestro.checkpoint.read import read_into, read_metadata, tensors_in
 from moestro.checkpoint.write import Piece, Written, finish, pieces_of, plan, value_of, write
 from moestro.errors import MoestroError
 from moestro.parallel.comm import Group, rank_in, size_of
 from moestro.parallel.logical import LogicalTensor
+from moestro.parallel.ranks import RankFailure, dealt, gathered, on_first, together
 
 
 def save_checkpoint(

@@ -7,11 +7,12 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from moestro.optim.build import Kind
 from moestro.parallel.comm import Group, rank_in, size_of
 from moestro.parallel.flat import FlatShard
+from moestro.parallel.fsdp import shard_of, shard_start
 from moestro.parallel.logical import boxes_of_slice
 from moestro.parallel.parts import Part
 
@@ -91,7 +92,7 @@ def shard_slot(name: str, parameter: DTensor, kind: Kind, part: Part, group: Gro
     boxes = []
     if tensor.numel() > 0:
         start = [0] * tensor.dim()
-        start[axis] = rank_in(split) * -(-part.size[axis] // size_of(split))
+        start[axis] = shard_start(parameter)
         boxes.append(Box(name, part.shape, _shifted(part.start, start), tuple(tensor.shape), 0))
     return Slot(tensor, kind, [name], [part], group, size_of(group) // size_of(split), boxes, source=parameter)
 
@@ -99,14 +100,6 @@ def shard_slot(name: str, parameter: DTensor, kind: Kind, part: Part, group: Gro
 def local_shard(parameter: DTensor) -> Tensor:
     local: Tensor = parameter.to_local()
     return local.detach()
-
-
-def shard_of(parameter: DTensor) -> tuple[Group, int]:
-    """The ranks among which FSDP2 splits a parameter, and the axis along which it does."""
-    for mesh_axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            return parameter.device_mesh.get_group(mesh_axis), placement.dim
-    raise AssertionError(f"not sharded: {parameter.placements}")
 
 
 def _shifted(start: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:

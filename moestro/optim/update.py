@@ -17,9 +17,10 @@ from moestro.config import OptimConfig
 from moestro.optim.build import Kind, build_adamw, build_muon, kind_of, set_learning_rate, with_peaks
 from moestro.optim.exchange import Exchange, Mode
 from moestro.optim.pieces import PieceMuon, matrices_of_flat, matrices_of_shard, matrix_axis
-from moestro.optim.slots import Slot, flat_slot, fresh_state, shard_of, shard_slot, whole_slot
+from moestro.optim.slots import Slot, flat_slot, fresh_state, shard_slot, whole_slot
 from moestro.parallel.comm import Group, all_reduce, size_of
 from moestro.parallel.flat import FlatShard, all_reduce_buckets
+from moestro.parallel.fsdp import shard_of
 from moestro.parallel.logical import Chunk, LogicalTensor
 from moestro.parallel.mesh import Mesh
 from moestro.parallel.parts import Part

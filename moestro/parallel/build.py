@@ -1,12 +1,14 @@
 """A rank's part of the model: its pipeline stages, cut by tensor and expert parallelism, with their initial weights."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moestro.config import Config
 from moestro.model.mlp import SwiGLU
 from moestro.model.transformer import Transformer, initial_value
 from moestro.parallel.experts import ExpertMix, build_expert_mix
+from moestro.parallel.fsdp import shard_of, shard_start
 from moestro.parallel.layout import ONE
 from moestro.parallel.logical import Chunk, LogicalTensor
 from moestro.parallel.mesh import Mesh
@@ -28,10 +30,10 @@ def whole_parts(model: Transformer) -> dict[str, Part]:
     return {name: part_of(name, value.shape, ONE, ONE.place(0)) for name, value in model.named_parameters()}
 
 
-def build_stages(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[Transformer], dict[str, Part]]:
+def build_stages(config: Config, mesh: Mesh) -> tuple[list[Transformer], dict[str, Part]]:
     """The stages of this rank in the order of their layers, and which part of each parameter they hold.
 
-    No rank ever holds a whole model: parameters are made one at a time, and only the part is kept.
+    Their parameters have shapes but no memory yet, so that FSDP2 may cut them before `fill_stage` gives them values.
     """
     layout, parts = mesh.layout, dict[str, Part]()
     mix = build_expert_mix(mesh, config) if _needs_mix(config, mesh) else None
@@ -44,7 +46,9 @@ def build_stages(config: Config, mesh: Mesh, device: torch.device) -> tuple[list
                 recompute=config.train.recompute == "block",
                 layers=layout.stages[number],
             )
-        parts |= _fill(stage, config, mesh, device)
+        for name, parameter in list(stage.named_parameters()):
+            parts[name] = part_of(name, parameter.shape, layout, mesh.place)
+            _replace(stage, name, torch.empty(parts[name].size, dtype=parameter.dtype, device="meta"))
         _connect(stage, mesh, mix)
         stages.append(stage)
     return stages, parts
@@ -52,24 +56,35 @@ def build_stages(config: Config, mesh: Mesh, device: torch.device) -> tuple[list
 
 def _needs_mix(config: Config, mesh: Mesh) -> bool:
     """Whether a layer's experts are not all here, or not all tokens pass them at once."""
-    whole = mesh.layout.ep == mesh.layout.tp == 1 and config.train.expert_chunks == 1
-    return config.model.moe is not None and not (whole and not config.train.expert_recompute)
+    train, layout = config.train, mesh.layout
+    cut = layout.ep > 1 or layout.tp > 1 or train.expert_chunks != 1 or train.expert_recompute
+    return config.model.moe is not None and cut
 
 
 @torch.no_grad()
-def _fill(stage: Transformer, config: Config, mesh: Mesh, device: torch.device) -> dict[str, Part]:
-    """Give every parameter this rank's part of its initial value."""
-    parts = {}
+def fill_stage(stage: Transformer, parts: dict[str, Part], config: Config, device: torch.device) -> None:
+    """Give every parameter this rank's part (under FSDP2, its shard of the part) of its initial value.
+
+    Parameters are made one at a time, on the host, so no rank ever holds more of the model than its share.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in stage.parameters()):
+        stage.to_empty(device=device)
     for name, parameter in list(stage.named_parameters()):
-        part = part_of(name, parameter.shape, mesh.layout, mesh.place)
-        whole = initial_value(name, parameter.shape, config.model, config.run.seed)
-        module, _, attribute = name.rpartition(".")
-        value = part.of(whole).to(device, copy=part.size != part.shape).contiguous()
-        setattr(stage.get_submodule(module), attribute, nn.Parameter(value))
-        parts[name] = part
+        part = parts[name]
+        value = part.of(initial_value(name, part.shape, config.model, config.run.seed))
+        if isinstance(parameter, DTensor):
+            shard, (_, axis) = parameter.to_local(), shard_of(parameter)
+            if shard.numel() > 0:
+                shard.copy_(value.narrow(axis, shard_start(parameter), shard.shape[axis]))
+        else:
+            _replace(stage, name, value.to(device, copy=part.size != part.shape).contiguous())
     for layer in stage.moe_layers():
         layer.router.reset_balance(device)
-    return parts
+
+
+def _replace(stage: Transformer, name: str, value: Tensor) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(stage.get_submodule(module), attribute, nn.Parameter(value))
 
 
 def _connect(stage: Transformer, mesh: Mesh, mix: ExpertMix | None) -> None:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from moestro.config import ParallelConfig
 from moestro.parallel import comm
-from moestro.parallel.mesh import Mesh, _Groups
+from moestro.parallel.mesh import Groups, Mesh
 from moestro.parallel.transport import Flat, Pending, Route, Traffic, Transport, ViaLeaders
 
 Ticket = Any  # what an exchange remembers between dispatch and combine
@@ -321,7 +321,7 @@ def _nodes(mesh: Mesh, per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGr
     """This rank's node within its ep group, and the ranks of its local number on all nodes of the group."""
     layout = mesh.layout
     grid = torch.arange(layout.world_size).view(-1, layout.ep // per_node, per_node, layout.tp)
-    groups = _Groups()
+    groups = Groups()
     node, across = groups.along(grid, 2), groups.along(grid, 1)
     assert node is not None
     assert across is not None

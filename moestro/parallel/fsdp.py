@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from moestro.model.moe.layer import MoELayer
 from moestro.model.transformer import Transformer
+from moestro.parallel.comm import Group, rank_in, size_of
 from moestro.parallel.mesh import Mesh
 
 
@@ -46,3 +47,17 @@ def _expert_axis(ranks: int) -> Any:
         return Shard(0)
 
     return placement
+
+
+def shard_of(parameter: DTensor) -> tuple[Group, int]:
+    """The ranks among which FSDP2 splits a parameter, and the axis along which it does."""
+    for mesh_axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            return parameter.device_mesh.get_group(mesh_axis), placement.dim
+    raise AssertionError(f"not sharded: {parameter.placements}")
+
+
+def shard_start(parameter: DTensor) -> int:
+    """Where this rank's shard begins along its axis. All shards have the same length, but for the last ones."""
+    group, axis = shard_of(parameter)
+    return rank_in(group) * -(-parameter.shape[axis] // size_of(group))

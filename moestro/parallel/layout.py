@@ -185,15 +185,26 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
             f"make it a multiple of {parts}"
         )
     if ep > 1 and moe is None:
-        raise MoestroError(f"parallel.ep = {ep} needs experts, but the model has no [model.moe]")
+        raise MoestroError(
+            f"parallel.ep = {ep} needs experts, but the model has no [model.moe]; add it or leave ep out"
+        )
     if moe is not None and moe.num_experts % ep:
-        raise MoestroError(f"parallel.ep = {ep} does not divide model.moe.num_experts = {moe.num_experts}")
+        raise MoestroError(
+            f"parallel.ep = {ep} does not divide model.moe.num_experts = {moe.num_experts}; change one of them"
+        )
     data, shards = dp * parallel.fsdp * cp, parallel.fsdp * cp
     if data % ep:
-        raise MoestroError(f"parallel.ep = {ep} does not divide the dp · fsdp · cp = {data} ranks it is taken from")
+        raise MoestroError(
+            f"parallel.ep = {ep} does not divide the dp · fsdp · cp = {data} ranks it is taken from; change one of them"
+        )
     if parallel.fsdp > 1 and shards % ep and ep % shards:
         raise MoestroError(
             f"parallel.ep = {ep} must divide parallel.fsdp · parallel.cp = {shards} or be a multiple of it"
+        )
+    if config.train.expert_overlap and ep > 1 and parallel.dispatch != "all_to_all":
+        raise MoestroError(
+            f"train.expert_overlap needs an exchange that travels by itself, and parallel.dispatch = "
+            f"{parallel.dispatch!r} does not; set it to 'all_to_all' or train.expert_overlap to false"
         )
     if parallel.dispatch in ("leader", "two_hop") and ep > 1:
         per_node = ranks_per_node // tp
@@ -207,6 +218,11 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
 def _stages(config: Config) -> tuple[tuple[int, ...], ...]:
     parallel, layers = config.parallel, config.model.num_layers
     if parallel.pp == 1:
+        if parallel.layers_per_stage is not None or parallel.stages_per_rank is not None:
+            raise MoestroError(
+                "parallel.layers_per_stage and parallel.stages_per_rank cut a pipeline, but parallel.pp = 1; "
+                "raise that or leave them out"
+            )
         return (tuple(range(layers)),)
     per_rank = parallel.stages_per_rank or (2 if parallel.schedule in ("interleaved", *V_SHAPED) else 1)
     count = parallel.pp * per_rank

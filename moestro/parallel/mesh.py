@@ -1,6 +1,6 @@
 """The process groups of a layout, and this rank's place among them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,14 +45,17 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     Every rank must call it: creating a group is collective.
     """
     if layout.world_size == 1:
-        return Mesh(layout, layout.place(0), *(None,) * 12)
+        return Mesh(
+            layout, layout.place(0), world=None, pp=None, data=None, tp=None, cp=None, sequence=None, tokens=None,
+            ep=None, edp=None, ends=None, shard=None, expert_shard=None,
+        )  # fmt: skip
     ranks = torch.arange(layout.world_size)
     dense = ranks.view(layout.pp, layout.dp, layout.fsdp, layout.cp, layout.tp)
     expert = ranks.view(layout.pp, layout.data_ranks // layout.ep, layout.ep, layout.tp)
     shards, efsdp = layout.fsdp * layout.cp, layout.efsdp
     sharded = dense.reshape(layout.pp, layout.dp, shards, layout.tp)
     expert_sharded = ranks.view(layout.pp, layout.data_ranks // layout.ep // efsdp, efsdp, layout.ep, layout.tp)
-    groups = _Groups()
+    groups = Groups()
     rank = dist.get_rank()
     device_type = device.type
     mesh = Mesh(
@@ -75,10 +78,10 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
         return mesh
     shard = groups.device_mesh(sharded, 1, 2, device_type)
     expert_shard = groups.device_mesh(expert_sharded, 1, 2, device_type)
-    return Mesh(**{**vars(mesh), "shard": shard, "expert_shard": expert_shard})
+    return replace(mesh, shard=shard, expert_shard=expert_shard)
 
 
-class _Groups:
+class Groups:
     """Creates each distinct group once."""
 
     def __init__(self) -> None:

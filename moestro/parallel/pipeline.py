@@ -1,6 +1,7 @@
 """Pipeline parallelism by PyTorch's schedules: this rank's stages, and one call that runs a step's micro-batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Pipeline:
         self._has_first = 0 in numbers
         # Shapes are given, not inferred: PyTorch would run every stage once on made-up data to find out.
         stages = [
-            PipelineStage(
+            _Stage(
                 module,
                 number,
                 count,
@@ -70,6 +71,17 @@ class Pipeline:
             self._schedule.step(*args, **kwargs, return_outputs=False)
         else:
             self._schedule.eval(*args, **kwargs, return_outputs=False)
+
+
+class _Stage(PipelineStage):
+    """V-shaped schedules hand gradients from one stage of a rank to the other also when there are none (`eval`)."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 def _loss(output: Tensor, _target: Tensor) -> Tensor:

@@ -150,12 +150,13 @@ def _group_heads(x: Tensor, key: Tensor) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """q k / sqrt(d), [batch, kv_heads, group, rows, keys] in dtype; -inf where the query does not see the key."""
-    scores = _times(query, key.mT, dtype).mul_(query.shape[-1] ** -0.5)
+    # A product in bf16 would round the scores before the softmax, as no fused attention does.
+    scores = _times(query, key.mT.to(dtype), dtype).mul_(query.shape[-1] ** -0.5)
     return scores if mask is None else scores.masked_fill_(~mask, -torch.inf)
 
 
 def _times(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [batch, kv_heads, group, rows, n] @ y [batch, kv_heads, n, m], a product in y's dtype; nothing is repeated."""
+    """x [batch, kv_heads, group, rows, n] @ y [batch, kv_heads, n, m] in y's dtype; nothing is repeated."""
     product = x.flatten(2, 3).to(y.dtype) @ y
     return product.view(*x.shape[:-1], y.shape[-1]).to(dtype)
 

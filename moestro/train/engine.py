@@ -1,6 +1,7 @@
 """What a step runs on: this rank's stages, their optimizers, and where the rank stands among the others."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,14 +10,16 @@ from moestro.config import Config
 from moestro.data.batches import Batch
 from moestro.model.transformer import Transformer
 from moestro.optim.update import Update
-from moestro.parallel.build import DTYPES, build_stages
+from moestro.parallel.build import DTYPES, build_stages, fill_stage
 from moestro.parallel.context import SequenceSlices
 from moestro.parallel.fsdp import shard_stage
 from moestro.parallel.layout import ONE, Layout
 from moestro.parallel.mesh import Mesh, build_mesh
 from moestro.parallel.parts import Part
-from moestro.parallel.pipeline import Pipeline
 from moestro.train.stage import MicroBatch, Stage, micro_batch
+
+if TYPE_CHECKING:
+    from moestro.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Engine:
     mesh: Mesh
     device: torch.device
     slices: SequenceSlices | None  # with cut sequences
-    pipeline: Pipeline | None
+    pipeline: "Pipeline | None"
     seed: int
 
     @property
@@ -70,7 +73,7 @@ def build_engine(config: Config, layout: Layout, device: torch.device) -> tuple[
     Every rank of the default process group must call it.
     """
     mesh = build_mesh(layout, device)
-    models, parts = build_stages(config, mesh, device)
+    models, parts = build_stages(config, mesh)
     slices = None
     if layout.sequence_ranks > 1:
         slices = SequenceSlices(mesh, config.data.seq_len, config.parallel.context, device)
@@ -79,8 +82,12 @@ def build_engine(config: Config, layout: Layout, device: torch.device) -> tuple[
     if layout.fsdp > 1:
         for stage in stages:
             shard_stage(stage, stage.model, mesh, free_after_forward=layout.zero == 3)
+    for model in models:
+        fill_stage(model, parts, config, device)
     pipeline = None
     if layout.pp > 1:
+        from moestro.parallel.pipeline import Pipeline  # costs two seconds, which other layouts need not wait
+
         pipeline = Pipeline(stages, mesh, config, device, DTYPES[config.train.dtype])
     return Engine(stages, mesh, device, slices, pipeline, config.run.seed), parts
 

@@ -205,6 +205,8 @@ class _Trainer:
 
     def _evaluate(self, bar: TrainProgress, trackers: Trackers, max_batches: int | None) -> EvalResult:
         size = self.engine.mesh.layout.micro_batch_size
+        if max_batches is not None:  # counted in micro-batches of one process, so that every layout sees the same text
+            max_batches *= self.config.train.resolved_micro_batch_size // size
         result = evaluate(self.engine, self.validation, size, max_batches)
         record: dict[str, Any] = {"kind": "eval", "step": self.progress.step, **asdict(result)}
         self.folder.append("metrics.jsonl", record)
@@ -247,7 +249,8 @@ class _Trainer:
     def _tell_over_budget(self, bar: TrainProgress) -> None:
         """Of expert_chunks = "auto": layers that did not fit in the most chunks it may take."""
         mixes = {layer.mix for model in self.engine.models for layer in model.moe_layers()}
-        over = sum(mix.over_budget for mix in mixes if isinstance(mix, ExpertMix))
+        here = sum(mix.over_budget for mix in mixes if isinstance(mix, ExpertMix))
+        over = int(all_reduce(torch.tensor(here), self.world, dist.ReduceOp.MAX))
         if over:
             bar.say(f"{over} times a layer's experts exceeded train.expert_memory_mib even in 8 chunks; raise it")
 

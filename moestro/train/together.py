@@ -2,35 +2,23 @@
 
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from moestro.errors import MoestroError
-from moestro.parallel.comm import Group, all_reduce, rank_in
+from moestro.parallel.comm import Group, all_reduce
+from moestro.parallel.ranks import RankFailure, on_first
 
 Result = TypeVar("Result")
 
 
 def on_main(world: Group, function: Callable[[], Result]) -> Result:
-    """Call `function` on the main rank only; every rank gets its (picklable) result, or raises its MoestroError.
-
-    Any other error ends the main rank at once; the others hear of it from whoever started them.
-    """
-    if world is None:
-        return function()
-    box: list[Any] = [None, None]
-    if rank_in(world) == 0:
-        try:
-            box[0] = function()
-        except MoestroError as error:
-            box[1] = str(error)
-    dist.broadcast_object_list(box, src=0, group=world)
-    if box[1] is not None:
-        raise MoestroError(box[1])
-    result: Result = box[0]
-    return result
+    """Call `function` on the main rank only; every rank gets its (picklable) result, or raises its error."""
+    try:
+        return on_first(world, function)
+    except RankFailure as failed:
+        raise failed.error from failed
 
 
 def main_first(world: Group, function: Callable[[], Result]) -> Result:
@@ -38,7 +26,7 @@ def main_first(world: Group, function: Callable[[], Result]) -> Result:
     if world is None:
         return function()
     result: list[Result] = []
-    on_main(world, lambda: result.append(function()))
+    on_main(world, lambda: result.append(function()))  # itself it need not travel
     return result[0] if result else function()
 
 

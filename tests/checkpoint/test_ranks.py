@@ -14,10 +14,10 @@ from checkpoint.cuts import assert_same, blank, layout
 from moestro.checkpoint import write
 from moestro.checkpoint.inspect import contents
 from moestro.checkpoint.manifest import problem, read_manifest
-from moestro.checkpoint.ranks import RankFailure, together
 from moestro.checkpoint.store import Progress, checkpoints, load_checkpoint, newest_good, save_checkpoint
 from moestro.errors import MoestroError
 from moestro.parallel.comm import Group
+from moestro.parallel.ranks import RankFailure, together
 
 KINDS = ("replicas", "slices", "rows", "columns")
 

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "recompute": (
         2,
         {"pp": 2, "schedule": "zero_bubble", "train.recompute": "block"},
-        "set train.recompute = 'none' or choose '1f1b' or 'interleaved'",
+        "set train.recompute = 'none' and train.expert_recompute = false, or choose '1f1b' or 'interleaved'",
     ),
 }
 

@@ -91,6 +91,9 @@ class GroupedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, row_token: Tensor, row_weight: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
+        if len(row_token) == 0:  # which not every kernel takes
+            ctx.save_for_backward(x, row_token, row_weight, counts, x, gate_up, down)
+            return x.new_empty(0, x.shape[1])
         ends = counts.cumsum(0).to(torch.int32)
         gates_ups = grouped_mm(x[row_token], gate_up.to(x.dtype).flatten(1, 2).transpose(1, 2), ends)
         gate, up = gates_ups.chunk(2, dim=1)
@@ -101,6 +104,10 @@ class GroupedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, row_token, row_weight, ends, gates_ups, gate_up, down = ctx.saved_tensors
+        if len(row_token) == 0:
+            nothing = (torch.zeros_like(t) for t in (x, row_weight, gate_up, down))
+            grad_x, grad_row_weight, grad_gate_up, grad_down = nothing
+            return grad_x, None, grad_row_weight, None, grad_gate_up, grad_down
         grad = grad.contiguous()  # as grouped_mm wants it; that of a sum has strides of zero
         d_hidden = grouped_mm(grad, down.to(x.dtype), ends)
         hidden, d_gates_ups, grad_row_weight = _activation_backward(gates_ups, row_weight, d_hidden)
