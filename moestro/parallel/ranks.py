@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moestro.errors import MoestroError
 from moestro.parallel.comm import Group, rank_in, size_of
 
 T = TypeVar("T")
@@ -106,6 +107,8 @@ def _values(outcomes: list[tuple[T | None, RankFailure | None]]) -> list[T]:
 
 def _root_cause(error: BaseException) -> BaseException:
     """The error below torch's wrappings."""
+    if isinstance(error, MoestroError):  # it says all that the user needs
+        return rank, error
     failures = getattr(error, "failures", None)  # CheckpointException: rank → (exception, traceback)
     if failures:
         return _root_cause(next(iter(failures.values()))[0])

@@ -15,6 +15,8 @@ Result = TypeVar("Result")
 
 def on_main(world: Group, function: Callable[[], Result]) -> Result:
     """Call `function` on the main rank only; every rank gets its (picklable) result, or raises its error."""
+    if world is None:
+        return function()
     try:
         return on_first(world, function)
     except RankFailure as failed:
