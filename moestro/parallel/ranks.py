@@ -108,7 +108,7 @@ def _values(outcomes: list[tuple[T | None, RankFailure | None]]) -> list[T]:
 def _root_cause(error: BaseException) -> BaseException:
     """The error below torch's wrappings."""
     if isinstance(error, MoestroError):  # it says all that the user needs
-        return rank, error
+        return error
     failures = getattr(error, "failures", None)  # CheckpointException: rank → (exception, traceback)
     if failures:
         return _root_cause(next(iter(failures.values()))[0])
