@@ -124,11 +124,11 @@ class Transformer(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
         mask = CAUSAL if cache is None else continuation_mask(seq, past + seq, inputs.device)
-        valid = None if document_ids is None else (document_ids >= 0).reshape(-1)
         if shard is not None and shard.splits_attention:
             mask = AttentionMask(context=shard, documents=document_ids)
         elif document_ids is not None:
             mask = document_mask(document_ids, self.config.attention)
+        valid = None if document_ids is None else (document_ids >= 0).reshape(-1)
         rope = rope_tables(position_ids, self.config.resolved_head_dim, self.config.rope_theta)
         groups = TokenGroups(seq if shard is None else seq * shard.parts, valid, noise_seeds, shard)
         x = inputs

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moestro.config import OptimConfig
-from moestro.optim.exchange import Exchange, Matrix
+from moestro.optim.matrix_exchange import Matrix, MatrixExchange
 from moestro.optim.muon import update_scale
 from moestro.parallel.flat import FlatShard, Span
 from moestro.parallel.parts import Part
@@ -17,10 +17,10 @@ from moestro.parallel.parts import Part
 class PieceMuon(torch.optim.Optimizer):
     """As `Muon`, in three parts: momentum for each element, the exchange, decay and addition for each element.
 
-    A list of tensors and an Exchange for each group of ranks. A step overwrites the gradients, which saves a copy.
+    A list of tensors and a MatrixExchange for each group of ranks. A step overwrites the gradients, which saves a copy.
     """
 
-    def __init__(self, shares: Sequence[tuple[list[nn.Parameter], Exchange]], config: OptimConfig) -> None:
+    def __init__(self, shares: Sequence[tuple[list[nn.Parameter], MatrixExchange]], config: OptimConfig) -> None:
         defaults = {"lr": config.muon_lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         super().__init__([{"params": tensors} for tensors, _ in shares], defaults)
         self.exchanges = [exchange for _, exchange in shares]

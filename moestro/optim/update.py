@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from moestro.config import OptimConfig
 from moestro.optim.build import Kind, build_adamw, build_muon, kind_of, set_learning_rate, with_peaks
-from moestro.optim.exchange import Exchange, Mode
+from moestro.optim.matrix_exchange import MatrixExchange, Mode
 from moestro.optim.pieces import PieceMuon, matrices_of_flat, matrices_of_shard, matrix_axis
 from moestro.optim.slots import Slot, flat_slot, fresh_state, shard_slot, whole_slot
 from moestro.parallel.comm import Group, all_reduce, size_of
@@ -87,7 +87,7 @@ class Update:
         tp, steps = self.mesh.tp, config.newton_schulz_steps
         whole: dict[int | None, list[nn.Parameter]] = defaultdict(list)
         sharded: dict[Group, list[Slot]] = defaultdict(list)
-        shares: list[tuple[list[nn.Parameter], Exchange]] = []
+        shares: list[tuple[list[nn.Parameter], MatrixExchange]] = []
         for slot in self._slots:
             if slot.kind != "matrix":
                 continue
@@ -95,7 +95,7 @@ class Update:
                 sharded[shard_of(slot.source)[0]].append(slot)
             elif slot.flat is not None:
                 matrices = list(matrices_of_flat(slot.flat, slot.parts))
-                shares.append(([slot.tensor], Exchange(matrices, slot.group, tp, mode, steps)))
+                shares.append(([slot.tensor], MatrixExchange(matrices, slot.group, tp, mode, steps)))
             else:
                 whole[matrix_axis(slot.parts[0])].append(slot.tensor)
         for group, slots in sharded.items():
@@ -103,7 +103,7 @@ class Update:
             for i, slot in enumerate(slots):
                 assert slot.source is not None
                 matrices += matrices_of_shard(i, slot.parts[0], shard_of(slot.source)[1], size_of(group))
-            shares.append(([slot.tensor for slot in slots], Exchange(matrices, group, tp, "gather", steps)))
+            shares.append(([slot.tensor for slot in slots], MatrixExchange(matrices, group, tp, "gather", steps)))
         return [*build_muon(whole, config, tp), *([PieceMuon(shares, config)] if shares else [])]
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ class Matrix:
         return orthogonalize_part(whole.view(self.columns, self.rows).mT, steps, self.tp_axis, tp).mT.reshape(-1)
 
 
-class Exchange:
+class MatrixExchange:
     """How the ranks of `group` orthogonalise `matrices` together, with the same result to the last bit in each mode.
 
     auto: a matrix on two ranks is sent from one to the other, and one on more ranks is gathered by its owner.

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from moestro.optim import exchange as exchange_module
+from moestro.optim import matrix_exchange as exchange_module
 from moestro.optim import muon as muon_module
-from moestro.optim.exchange import Exchange, Matrix, Mode, choose_owners, largest_two_rank_dp, muon_spans
+from moestro.optim.matrix_exchange import Matrix, MatrixExchange, Mode, choose_owners, largest_two_rank_dp, muon_spans
 from moestro.optim.muon import orthogonalize
 from moestro.optim.pieces import PieceMuon, matrices_of_flat, matrices_of_shard
 from moestro.optim.update import Update
@@ -37,7 +37,7 @@ def trained(mesh: Mesh, mode: Mode) -> tuple[Update, dict[str, Tensor]]:
     return update, gathered(update)
 
 
-def exchanges_of(update: Update) -> list[Exchange]:
+def exchanges_of(update: Update) -> list[MatrixExchange]:
     (muon,) = (optimizer for optimizer in update.optimizers if isinstance(optimizer, PieceMuon))
     return muon.exchanges
 
@@ -88,7 +88,7 @@ def test_an_exchange_of_one_rank_needs_no_others() -> None:
     flat = FlatShard([nn.Parameter(torch.randn(3, 5, 4)), nn.Parameter(torch.randn(6, 2))], None)
     parts = [Part(shape, (0,) * len(shape), shape, None, "tokens") for shape in ((3, 5, 4), (6, 2))]
     for mode in MODES:
-        exchange = Exchange(list(matrices_of_flat(flat, parts)), None, None, mode, steps=5)
+        exchange = MatrixExchange(list(matrices_of_flat(flat, parts)), None, None, mode, steps=5)
         values = flat.shard.detach().clone()
         results = dict(exchange.orthogonalize([values]))
         expected = [*flat.parameters[0].detach().unbind(0), flat.parameters[1].detach()]
