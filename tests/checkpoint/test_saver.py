@@ -184,7 +184,7 @@ PROGRAM = """
 
     real = write._Counting.write
     def slow(self, data):
-        time.sleep(0.005)
+        time.sleep(float(sys.argv[2]))
         return real(self, data)
     saver = AsyncSaver(None)
     tensors = {f"model.{i}": whole(torch.full((5,), float(i))) for i in range(8)}
@@ -196,10 +196,13 @@ PROGRAM = """
 """
 
 
-def program(tmp_path: Path, *ending: str) -> subprocess.Popen[str]:
+def program(tmp_path: Path, *ending: str, pause_s: float = 0.005) -> subprocess.Popen[str]:
     text = "\n".join([textwrap.dedent(PROGRAM), *ending])
     return subprocess.Popen(
-        [sys.executable, "-c", text, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", text, str(tmp_path), str(pause_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -212,7 +215,7 @@ class TestEnding:
 
     @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
     def test_a_signal_in_the_middle_leaves_the_one_before(self, signal_number: int, tmp_path: Path) -> None:
-        process = program(tmp_path, "saver.wait()")
+        process = program(tmp_path, "saver.wait()", pause_s=0.1)  # long enough for any test machine to be in its middle
         assert process.stdout is not None
         assert process.stdout.readline() == "saving\n"
         process.send_signal(signal_number)
