@@ -3,7 +3,7 @@
 Gradients are sums: the backward of a gather is a reduce-scatter and the other way round. Nothing here divides.
 
 On CPUs, short messages travel by gloo's all-to-all, which is one exchange where its other collectives are a chain of
-them: two to five times as fast up to some hundred kilobytes with as many ranks as cores or more (docs/benchmarks.md).
+them: about twice as fast on 4 and 8 ranks of two cores, and deterministic in the order of ranks (docs/benchmarks.md).
 """
 
 from typing import Any, TypeAlias

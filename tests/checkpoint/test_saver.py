@@ -215,7 +215,9 @@ class TestEnding:
 
     @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
     def test_a_signal_in_the_middle_leaves_the_one_before(self, signal_number: int, tmp_path: Path) -> None:
-        process = program(tmp_path, "saver.wait()", pause_s=0.02)  # long enough for any test machine to be in its middle
+        process = program(
+            tmp_path, "saver.wait()", pause_s=0.02
+        )  # long enough for any test machine to be in its middle
         assert process.stdout is not None
         assert process.stdout.readline() == "saving\n"
         process.send_signal(signal_number)
