@@ -1,8 +1,8 @@
 """How the model is trained: steps, batches, precision, optimizer, and where the run is kept."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from moestro.config.base import Section
 
@@ -19,7 +19,10 @@ class TrainConfig(Section):
     recompute: Literal["none", "block"] = "none"
     # Cut every MoE layer's tokens into this many chunks that pass dispatch, experts and combine one after the other
     # (MemFine). "auto": the smallest of 1, 2, 4, 8 that keeps a chunk's activations within expert_memory_mib.
-    expert_chunks: Literal["auto"] | int = 1
+    expert_chunks: Annotated[
+        Annotated[int, Field(ge=1), Tag("one")] | Annotated[Literal["auto"], Tag("many")],
+        Discriminator(lambda value: "many" if value == "auto" else "one"),
+    ] = 1
     expert_memory_mib: float | None = Field(None, gt=0)
     # Compute a chunk's dispatch and experts again in backward, so that one chunk's activations are alive at a time.
     expert_recompute: bool = False
@@ -35,8 +38,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.expert_chunks != "auto" and self.expert_chunks < 1:
-            raise ValueError(f'expert_chunks = {self.expert_chunks} must be at least 1, or "auto"')
         if self.expert_chunks == "auto" and self.expert_memory_mib is None:
             raise ValueError('expert_chunks = "auto" needs expert_memory_mib, the memory a chunk may take')
         if self.expert_overlap and self.expert_recompute:

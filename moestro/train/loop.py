@@ -142,6 +142,7 @@ class _Trainer:
                 self._save_now()
                 finished = self.progress.step >= train_config.steps
                 if finished:
+                    bar.say(f"evaluating all held-out text: {self.validation.num_sequences} sequences")
                     evaluation = self._evaluate(bar, trackers, None)
                     self._write_references()
                     self._tell_over_budget(bar)

@@ -83,7 +83,8 @@ class Stage(nn.Module):
         self.outcomes[index] = Outcome(None if out.loss is None else out.loss.detach(), _detached(out.router_stats))
         penalty = self._penalty(out.router_stats, micro.share) if self.training else None
         if last:
-            return (out.loss if penalty is None else out.loss + penalty).unsqueeze(0)
+            # Stacked, since FSDP2 warns of a stage that puts out a view.
+            return torch.stack([out.loss if penalty is None else out.loss + penalty])
         hidden: Tensor = out.hidden if penalty is None else _Attach.apply(out.hidden, penalty)
         return hidden
 
