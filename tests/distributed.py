@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> None:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240) -> None:
     """Call `function(rank, *args)` on `world_size` ranks with a default gloo group, in processes of their own.
 
     The ranks are forks of a fresh interpreter, never of pytest's, whose threads would not survive a fork. `function`
@@ -86,7 +86,7 @@ def _child(
         warnings.simplefilter("ignore")
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         dist.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=180)
         )
         function(rank, *args)
         dist.barrier()

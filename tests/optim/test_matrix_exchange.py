@@ -77,11 +77,11 @@ def test_the_three_exchanges_equal_one_process_to_the_last_bit() -> None:
 
 def test_exchanges_on_four_ranks_and_their_memory() -> None:
     layouts = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4, "ep": 2}]
-    run_ranks(check_modes_and_memory, 4, layouts, timeout_s=150)
+    run_ranks(check_modes_and_memory, 4, layouts, timeout_s=400)
 
 
 def test_exchanges_on_eight_ranks() -> None:
-    run_ranks(check_modes, 8, [{"dp": 8}], timeout_s=150)
+    run_ranks(check_modes, 8, [{"dp": 8}], timeout_s=400)
 
 
 def test_an_exchange_of_one_rank_needs_no_others() -> None:

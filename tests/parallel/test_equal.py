@@ -113,7 +113,7 @@ def check_all(rank: int, cases: list[Case], file: str) -> None:
 @pytest.mark.parametrize("world_size", QUICK)
 def test_layouts(world_size: int, references: Path) -> None:
     cases = generate(world_size)[: QUICK[world_size]]
-    run_ranks(check_all, world_size, cases, str(references), timeout_s=400)
+    run_ranks(check_all, world_size, cases, str(references), timeout_s=900)
 
 
 @pytest.mark.slow

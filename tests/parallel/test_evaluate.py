@@ -50,4 +50,4 @@ def check(rank: int, expected: EvalResult) -> None:
 
 
 def test_evaluation_on_two_ranks() -> None:
-    run_ranks(check, 2, evaluated(1, {}), timeout_s=120)
+    run_ranks(check, 2, evaluated(1, {}), timeout_s=400)

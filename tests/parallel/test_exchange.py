@@ -326,10 +326,10 @@ def test_2_ranks() -> None:
 
 
 def test_4_ranks_on_2_nodes() -> None:
-    run_ranks(check_4_ranks, 4, timeout_s=120)
+    run_ranks(check_4_ranks, 4, timeout_s=400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_8_ranks(per_node: int) -> None:
-    run_ranks(check_equal, 8, 8, per_node, timeout_s=240)
+    run_ranks(check_equal, 8, 8, per_node, timeout_s=400)

@@ -94,10 +94,10 @@ def write_wholes(folder: Path) -> None:
 def test_all_ordered_pairs(tmp_path: Path) -> None:
     sizes = sorted({layout.world_size for layout in LAYOUTS})
     for size in sizes:
-        run_ranks(save_all, size, size, str(tmp_path), timeout_s=200)
+        run_ranks(save_all, size, size, str(tmp_path), timeout_s=400)
     write_wholes(tmp_path)
     reference = float((tmp_path / LAYOUTS[0].name / "next_loss").read_text())
     for layout in LAYOUTS:
         assert float((tmp_path / layout.name / "next_loss").read_text()) == pytest.approx(reference, rel=1e-5)
     for size in sizes:
-        run_ranks(load_all, size, size, str(tmp_path), timeout_s=300)
+        run_ranks(load_all, size, size, str(tmp_path), timeout_s=600)

@@ -64,7 +64,7 @@ def test_layouts_and_resumption(alone: Path, tmp_path: Path) -> None:
     for folder in (*folders, *copies):
         folder.mkdir()
         settings(folder)  # writes the corpus
-    run_ranks(stop_then_resume, 2, [str(f) for f in folders], [str(c) for c in copies], timeout_s=200)
+    run_ranks(stop_then_resume, 2, [str(f) for f in folders], [str(c) for c in copies], timeout_s=400)
     for folder in (*folders, *copies):
         run = folder / "runs" / "tiny"
         assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6]
@@ -95,5 +95,5 @@ def test_resumes_to_the_last_bit(tmp_path: Path) -> None:
     for path in (folder, undisturbed):
         path.mkdir()
         settings(path)
-    run_ranks(in_two_parts, 2, str(folder), str(undisturbed), timeout_s=100)
+    run_ranks(in_two_parts, 2, str(folder), str(undisturbed), timeout_s=400)
     assert_equal_state(state(folder / "runs" / "tiny"), state(undisturbed / "runs" / "tiny"))
