@@ -174,7 +174,8 @@ def test_two_ranks_train_on(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-    import sys, time
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background inherits as ignored
     from pathlib import Path
     import torch
     from moestro.checkpoint import write
