@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -35,13 +34,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     assert parent.exitcode == 0, f"exit code {parent.exitcode}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _parent(reports: Any, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit_s: float) -> None:
     # Paid here, once for all ranks: what they would import at their first backward, checkpoint or FSDP unit.
     import sympy  # noqa: F401
@@ -51,6 +43,8 @@ def _parent(reports: Any, function: Callable[..., Any], world_size: int, args: t
     import torch.distributed.pipelining
 
     torch.set_num_threads(1)
+    from moestro.parallel.launch import free_port
+
     port, children = free_port(), {}
     for rank in range(world_size):
         child = os.fork()

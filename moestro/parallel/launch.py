@@ -5,6 +5,7 @@ Rank 0 has the terminal; what the others print is kept, and shown for those that
 
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -165,17 +166,27 @@ class _Ranks:
 def _environment(nproc: int) -> dict[str, str]:
     """torchrun's variables that all ranks share, and no more threads than cores: those, or spinning ones, slow all."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at.
+
+    Below those that systems hand out by themselves: one of these could be another program's a moment later, and all
+    ranks but the first would wait there for an answer.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # a seeded one would give all the same
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _complaint(lines: list[bytes], crashed: bool) -> list[bytes]:

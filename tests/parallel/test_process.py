@@ -1,6 +1,7 @@
 """Who a process is among the ranks, and the life of the default group: joined, left together, failed together."""
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -16,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import free_port
 
 from moestro.cli import main as command_line
 from moestro.errors import MoestroError
 from moestro.parallel import process
+from moestro.parallel.launch import free_port
 from moestro.parallel.process import Rank, connected, first_host, meeting_point, prints, this_rank
 from moestro.train import interrupt
 
@@ -216,13 +217,17 @@ def scenarios() -> None:
     """Runs all scenarios, three forks each, and prints {name: [[status, stderr, seconds] of each rank]} as JSON."""
     torch.set_num_threads(1)
     process.CLOSE_S = 0.5
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    agent_port = free_port()
+    agent = os.fork()
+    if agent == 0:  # torchrun's store; by itself, because the ranks are forks and would inherit its thread's locks
+        _store = dist.TCPStore("127.0.0.1", agent_port, is_master=True, wait_for_workers=False)
+        signal.pause()
     done = {}
     for name in SCENARIOS:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
         if name.startswith("attempt"):
             os.environ |= {
-                "MASTER_PORT": str(agent.port),
+                "MASTER_PORT": str(agent_port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": name[-1],
             }
@@ -235,6 +240,7 @@ def scenarios() -> None:
         ended = {}
         while len(ended) < 3:
             child, status = os.wait()
+            assert child != agent
             rank = children.index(child)
             ended[rank] = (
                 os.waitstatus_to_exitcode(status),
@@ -242,6 +248,7 @@ def scenarios() -> None:
                 time.monotonic() - start,
             )
         done[name] = [ended[rank] for rank in range(3)]
+    os.kill(agent, signal.SIGKILL)
     print(json.dumps(done))
 
 
@@ -250,6 +257,7 @@ def _child(rank: int, name: str) -> None:
     os.environ["RANK"] = str(rank)
     file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 2)
+    faulthandler.dump_traceback_later(40, exit=True)  # a rank that hangs says where, and the others lose a peer
     kind = "killed" if name == "attempt0" else "good" if name == "attempt1" else name
     command_line.app = lambda obj: scenario(rank, kind)  # type: ignore[assignment]
     sys.argv = ["moestro"]
