@@ -43,7 +43,7 @@ def moestro_step(layers: int, dtype: str, dense: bool) -> Step:
         num_layers=layers,
         num_heads=HEADS,
         intermediate_size=TOP_K * WIDTH,
-        qk_norm=True,  # as OLMoE has it, over each head instead of all
+        qk_norm="head",  # as OLMoE has it, over each head instead of all
         moe=None if dense else moe,
     )
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32

@@ -1,14 +1,15 @@
 """How the model is trained: steps, batches, precision, optimizer, and where the run is kept."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from moestro.config.base import Section
+from moestro.config.phases import PhaseConfig
 
 
 class TrainConfig(Section):
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1)  # with phases their sum, which need not be written down
     global_batch_size: int = Field(ge=1)  # sequences per optimizer step
     micro_batch_size: int | None = Field(None, ge=1)  # sequences per forward; None: the whole global batch
     # Activations and products. Weights, gradients and optimizer state are fp32 either way. On a CPU without bf16
@@ -35,9 +36,25 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     # Copy the state to host memory and write it while training goes on. Takes as much host memory as a checkpoint.
     async_checkpoints: bool = False
+    phases: tuple[PhaseConfig, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum_phases(cls, tree: Any) -> Any:
+        phases = tree.get("phases") if isinstance(tree, dict) else None
+        if not isinstance(phases, list) or not phases or "steps" in tree:
+            return tree
+        steps = [phase.get("steps") for phase in phases if isinstance(phase, dict)]
+        return tree | {"steps": sum(n for n in steps if isinstance(n, int)) or 1}  # the phases' own checks say the rest
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        steps = [phase.steps for phase in self.phases]
+        if steps and sum(steps) != self.steps:
+            raise ValueError(
+                f"steps = {self.steps}, but the phases have {' + '.join(map(str, steps))} = {sum(steps)}; leave "
+                "train.steps out"
+            )
         if self.expert_chunks == "auto" and self.expert_memory_mib is None:
             raise ValueError('expert_chunks = "auto" needs expert_memory_mib, the memory a chunk may take')
         if self.expert_overlap and self.expert_recompute:
@@ -87,6 +104,8 @@ class RunConfig(Section):
     # "auto": continue from the newest good checkpoint in the folder, or start when there is none;
     # "never": refuse a folder that already holds a run.
     resume: Literal["auto", "never"] = "never"
+    # A run's folder or a checkpoint whose weights and balancing state a new run starts from, instead of random ones.
+    init_from: str | None = None
     device: str = "auto"  # "auto": the accelerator if there is one, else "cpu"
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Prompts continued at the end of training for the report.

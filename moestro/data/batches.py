@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moestro.config import DataConfig
-from moestro.data.mixture import Mixture, SequenceOrder
-from moestro.data.packing import Packing, pack
+from moestro.data.mixture import BatchMixture, Mixture
 from moestro.data.prepare import PreparedData
 from moestro.data.shards import Shard
+from moestro.data.stream import PackedSource, SourceStream
+from moestro.errors import MoestroError
+from moestro.model.media import Media, placeholder
 
 IGNORE = -100  # the label of padding, which PyTorch's cross entropy leaves out by default
 
@@ -27,50 +29,115 @@ class Batch:
     document_ids: Tensor  # [sequences, seq_len] int32: 0, 1, 2... for each piece of the sequence, -1 at padding
     position_ids: Tensor  # [sequences, seq_len] int64, from 0 in every piece; 0 at padding
     sample_ids: Tensor  # [sequences] int64, the global sample index, which seeds routing noise
+    # What stands at placeholders, which are input ids below 0 and no labels; of each encoder that has any.
+    media: tuple[Media, ...] = ()
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return type(self)(**moved)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "media"}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return type(self)(**moved, media=tuple(item.to(device) for item in self.media))
 
 
 class TrainStream:
-    """The endless stream of training samples.
+    """The endless stream of training samples of one phase.
 
-    `batch` is a pure function of (data, seed, sample index): any rank may ask for any slice, and a run that resumes or
-    changes its world size sees the same tokens.
+    `batch` is a pure function of (data, phases, seed, sample index): any rank may ask for any slice, and a run that
+    resumes or changes its world size sees the same tokens.
     """
 
-    def __init__(self, prepared: PreparedData, config: DataConfig, seed: int) -> None:
-        self._sources = [_PackedSource(shard, config.seq_len) for shard in prepared.train]
-        self._mixture = Mixture([source.weight for source in config.sources], seed)
-        self._orders = [SequenceOrder(s.packing.num_sequences, seed, j) for j, s in enumerate(self._sources)]
-        self._assembler = _Assembler(self._sources, config.seq_len)
+    def __init__(
+        self,
+        prepared: PreparedData,
+        config: DataConfig,
+        seed: int,
+        before: "TrainStream | None" = None,
+        first_sample: int = 0,
+        batch_size: int = 1,
+    ) -> None:
+        """before: the stream of the phase before, up to sample number `first_sample` of the run; None: the first.
+        batch_size: samples of a global batch, for data.batch_by = "modality"."""
+        self._config, self._seed, self._first_sample, self._batch_size = config, seed, first_sample, batch_size
+        weights = [source.weight for source in config.sources]
+        self._mixture: Mixture | BatchMixture = Mixture(weights, seed)
+        if config.batch_by == "modality":
+            self._mixture = BatchMixture(weights, [_kind(shard) for shard in prepared.train], batch_size, seed)
+        # Each source's stream and its index at the phase's start; those without a weight keep what they had.
+        self._streams: list[tuple[SourceStream, int] | None] = [None] * len(weights)
+        if before is not None:
+            self._streams = before.streams_at(first_sample)
+        for j, (shard, weight) in enumerate(zip(prepared.train, weights, strict=True)):
+            begun = self._streams[j]
+            if not weight:
+                continue
+            if begun is None:
+                self._streams[j] = SourceStream(shard, config.seq_len, seed, j), 0
+            elif (begun[0].seq_len, begun[0].shard.folder) != (config.seq_len, shard.folder):
+                self._streams[j] = begun[0].repacked(begun[1], shard, config.seq_len), 0
+        self._used = {j: s for j, s in enumerate(self._streams) if s is not None and weights[j]}
+        self._slots: dict[tuple[int, bool], int] = {}  # of a source's rest and of the whole of it
+        packed: list[PackedSource] = []
+        for j, (stream, _) in self._used.items():
+            for is_rest, part in ((False, stream.whole), (True, stream.rest)):
+                if part is not None:
+                    self._slots[j, is_rest] = len(packed)
+                    packed.append(part)
+        self._assembler = _Assembler(packed, config.seq_len)
+
+    def then(self, prepared: PreparedData, config: DataConfig, first_sample: int, batch_size: int = 1) -> "TrainStream":
+        """The stream of the next phase, which begins with sample number `first_sample` of the run."""
+        if config == self._config and (config.batch_by == "sample" or batch_size == self._batch_size):
+            return self
+        return TrainStream(prepared, config, self._seed, self, first_sample, batch_size)
 
     @property
     def num_sequences(self) -> int:
         """Packed sequences of all sources: one epoch of each."""
-        return sum(source.packing.num_sequences for source in self._sources)
+        return sum(stream.whole.packing.num_sequences for stream, _ in self._used.values())
 
     @property
     def tokens(self) -> int:
         """Predictions in one epoch of every source: tokens and ends of text."""
-        return sum(source.packing.num_predictions for source in self._sources)
+        return sum(stream.whole.num_predictions for stream, _ in self._used.values())
 
     @property
     def fill(self) -> float:
         """The share of positions that are not padding, in one epoch of every source."""
-        return self.tokens / sum(s.packing.num_sequences * s.packing.seq_len for s in self._sources)
+        filled = sum(stream.whole.packing.num_predictions for stream, _ in self._used.values())
+        return filled / (self.num_sequences * self._config.seq_len)
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample to first_sample + count of the run."""
         samples = np.arange(first_sample, first_sample + count)
-        source, index = self._mixture.locate(samples)
-        sequence = np.empty_like(index)
-        for j, order in enumerate(self._orders):
+        source, index = self._mixture.locate(samples - self._first_sample)
+        slot, sequence = np.empty_like(index), np.empty_like(index)
+        for j, (stream, first) in self._used.items():
             here = source == j
             if here.any():
-                sequence[here] = order.sequences(index[here])
-        return self._assembler.batch(source, sequence, samples)
+                in_rest, sequence[here] = stream.locate(index[here] + first)
+                slot[here] = np.where(in_rest, self._slots.get((j, True), 0), self._slots[j, False])
+        return self._assembler.batch(slot, sequence, samples)
+
+    def streams_at(self, sample: int) -> list[tuple[SourceStream, int] | None]:
+        """Each source's stream, and how far the samples before number `sample` of the run have come in it."""
+        counts = self._mixture.counts_at(sample - self._first_sample)
+        pairs = zip(self._streams, counts, strict=True)
+        return [None if begun is None else (begun[0], begun[1] + count) for begun, count in pairs]
+
+
+def _kind(shard: Shard) -> tuple[str, ...]:
+    """The modalities of a source's documents.
+
+    Raises:
+        MoestroError: they differ.
+    """
+    kinds = [()] if shard.media is None else shard.media.kinds(shard.offsets)
+    if len(kinds) > 1:
+        found = ", ".join(" and ".join(kind) or "text alone" for kind in kinds)
+        raise MoestroError(
+            f'data.batch_by = "modality" wants sources of one modality, but documents of {shard.meta["source"]} hold '
+            f"{found}; split it"
+        )
+    return kinds[0]
 
 
 class ValidationStream:
@@ -81,12 +148,12 @@ class ValidationStream:
     """
 
     def __init__(self, prepared: PreparedData, config: DataConfig) -> None:
-        self._sources = [_PackedSource(shard, config.seq_len) for shard in prepared.validation]
+        self._sources = [PackedSource(shard, config.seq_len) for shard in prepared.validation]
         self._assembler = _Assembler(self._sources, config.seq_len)
         self._source_of = np.repeat(np.arange(len(self._sources)), [s.packing.num_sequences for s in self._sources])
         self._sequence_of = np.concatenate([np.arange(s.packing.num_sequences) for s in self._sources])
         self.bytes: int = sum(int(shard.bytes.sum()) for shard in prepared.validation)
-        self.predictions: int = sum(source.packing.num_predictions for source in self._sources)
+        self.predictions: int = sum(source.num_predictions for source in self._sources)
 
     @property
     def num_sequences(self) -> int:
@@ -101,19 +168,10 @@ class ValidationStream:
             yield self._assembler.batch(self._source_of[part], self._sequence_of[part], samples)
 
 
-class _PackedSource:
-    """A shard and its packing, with each piece's place in the shard's tokens worked out."""
-
-    def __init__(self, shard: Shard, seq_len: int) -> None:
-        self.tokens: NDArray[Any] = shard.tokens
-        self.packing: Packing = pack(shard.document_lengths, seq_len)
-        self.piece_token = shard.offsets[self.packing.piece_document] + self.packing.piece_start
-
-
 class _Assembler:
     """Gathers sequences of several sources into the tensors of a batch."""
 
-    def __init__(self, sources: list[_PackedSource], seq_len: int) -> None:
+    def __init__(self, sources: list[PackedSource], seq_len: int) -> None:
         self._sources = sources
         self._seq_len = seq_len
 
@@ -125,9 +183,19 @@ class _Assembler:
             parts = self._assemble(self._sources[j], sequence[rows])
             for out, part in zip(outs, parts, strict=True):
                 out[rows] = part.reshape(len(rows), self._seq_len)
-        return Batch(*(torch.from_numpy(array) for array in (*outs, samples)))
+        inputs, labels, documents, positions, sample_ids = (torch.from_numpy(array) for array in (*outs, samples))
+        return Batch(inputs, labels, documents, positions, sample_ids, self._media(source, sequence))
 
-    def _assemble(self, source: _PackedSource, sequences: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+    def _media(self, source: NDArray[np.int64], sequence: NDArray[np.int64]) -> tuple[Media, ...]:
+        found: dict[int, list[NDArray[np.float32]]] = {}
+        room: dict[int, int] = {}
+        for j, s in zip(source.tolist(), sequence.tolist(), strict=True):
+            for encoder, patches in self._sources[j].items(s):
+                found.setdefault(encoder, []).append(patches)
+                room[encoder] = self._sources[j].max_patches(encoder)
+        return tuple(_stacked(encoder, found[encoder], room[encoder]) for encoder in sorted(found))
+
+    def _assemble(self, source: PackedSource, sequences: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         """Flat inputs, labels, document and position ids of the sequences.
 
         Runs of positions are the pieces of each sequence and, last, its padding, which is a run like any other until
@@ -158,5 +226,17 @@ class _Assembler:
         labels = source.tokens[where].astype(np.int64)
         labels[padding] = IGNORE
         inputs = source.tokens[where - 1].astype(np.int64)
+        if source.media is not None:
+            labels[labels >= source.media.first_id] = IGNORE
+            encoder = inputs - source.media.first_id
+            inputs = np.where(encoder >= 0, placeholder(0) - encoder, inputs)
         documents = np.repeat(np.where(is_padding, -1, run_in_sequence).astype(np.int32), length)
         return inputs, labels, documents, positions
+
+
+def _stacked(encoder: int, items: list[NDArray[np.float32]], max_patches: int) -> Media:
+    patches = np.zeros((len(items), max_patches, items[0].shape[1]), dtype=np.float32)
+    for place, item in zip(patches, items, strict=True):
+        place[: len(item)] = item
+    numbers = torch.tensor([len(item) for item in items])
+    return Media(encoder, torch.from_numpy(patches), numbers)

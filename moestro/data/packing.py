@@ -37,18 +37,28 @@ class Packing:
         return self.num_predictions / max(1, self.num_sequences * self.seq_len)
 
 
-def pack(document_lengths: NDArray[Any], seq_len: int) -> Packing:
+def pack(document_lengths: NDArray[Any], seq_len: int, items: NDArray[np.int64] | None = None) -> Packing:
     """Pack documents of `document_lengths` predictions each (tokens and end of text) into sequences of `seq_len`.
 
     Sequences are in the order of the first document they hold, and so are the pieces inside them: a prefix of the
     sequences is a prefix of the corpus, as near as packing allows. The result depends on the arguments only.
+
+    items: [items, 3], of documents that hold any, in their order: document, first prediction whose input is a part of
+    the item, and number of such predictions, at most seq_len. No piece ends inside one.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
     pieces_of = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths)), pieces_of)
     first_piece = np.cumsum(pieces_of) - pieces_of
     start = (np.arange(len(document)) - first_piece[document]) * seq_len
-    length = np.minimum(seq_len, lengths[document] - start)
+    if items is not None:
+        document, start = _around_items(document, start, lengths, seq_len, items)
+    last = np.ones(len(document), dtype=bool)
+    last[:-1] = document[1:] != document[:-1]
+    end = np.empty_like(start)
+    end[:-1] = start[1:]
+    end[last] = lengths[document[last]]
+    length = end - start
 
     sequence = np.empty(len(document), dtype=np.int64)
     full = np.flatnonzero(length == seq_len)
@@ -63,6 +73,31 @@ def pack(document_lengths: NDArray[Any], seq_len: int) -> Packing:
     order = np.argsort(rank[sequence], kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(sequence, minlength=len(first))[np.argsort(first)])])
     return Packing(seq_len, document[order], start[order], length[order], offsets.astype(np.int64))
+
+
+def _around_items(
+    document: NDArray[np.int64],
+    start: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    seq_len: int,
+    items: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces whose cuts do not fall inside items: one that would is moved to the item's start."""
+    long = np.unique(items[lengths[items[:, 0]] > seq_len, 0])
+    documents, starts = [document[~np.isin(document, long)]], [start[~np.isin(document, long)]]
+    for number in long.tolist():
+        first, last = np.searchsorted(items[:, 0], [number, number + 1])
+        begins, ends = items[first:last, 1], items[first:last, 1] + items[first:last, 2]
+        cuts = [0]
+        while cuts[-1] + seq_len < lengths[number]:
+            cut = cuts[-1] + seq_len
+            inside = np.flatnonzero((begins < cut) & (cut < ends))
+            cuts.append(int(begins[inside[0]]) if len(inside) else cut)
+        documents.append(np.full(len(cuts), number))
+        starts.append(np.array(cuts))
+    document, start = np.concatenate(documents), np.concatenate(starts)
+    order = np.lexsort((start, document))
+    return document[order], start[order]
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:

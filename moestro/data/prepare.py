@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moestro.config import DataConfig, TokenizerConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.config import DataConfig, EncoderConfig, TokenizerConfig
 from moestro.data.progress import Meter, track
 from moestro.data.readers import BadRecords, Document
 from moestro.data.shards import FORMAT_VERSION, Shard, ShardWriter, broken, write_json
 from moestro.data.sources import Source, resolve_source, source_notice
 from moestro.data.tokenizer import Tokenizer
+from moestro.data.turns import SEGMENTS
 from moestro.errors import MoestroError
 
 Split = Literal["train", "validation"]
@@ -40,8 +44,14 @@ class PreparedData:
     notices: list[str]  # origin and licence of packaged sources, to be shown to the user
     skipped: dict[str, int]  # bad records left out, by reason
 
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids a model must know: the tokenizer's, and those that sources bring ready-made."""
+        highest = max(shard.meta.get("highest_id", 0) for shard in (*self.train, *self.validation))
+        return max(self.tokenizer.vocab_size, int(highest) + 1)
 
-def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
+
+def prepare(config: DataConfig, progress: bool = True, encoders: tuple[EncoderConfig, ...] = ()) -> PreparedData:
     """Tokenize the sources, or reuse what an earlier call with the same text, tokenizer and split left in the cache.
 
     Safe to interrupt and to run from several processes at once: the data are built under a temporary name and renamed.
@@ -50,7 +60,7 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     Raises:
         MoestroError: a source that cannot be found or read, a bad record (data.on_bad_record), too little text.
     """
-    sources = [resolve_source(source) for source in config.sources]
+    sources = [resolve_source(source, encoders) for source in config.sources]
     cache = Path(config.cache_dir).expanduser()
     folder = cache / f"data-{_cache_key(config, sources)}"
     if not folder.exists():
@@ -88,7 +98,7 @@ def split_documents(documents: Iterator[Document], holdout_every: int) -> Iterat
     if count > 1:
         last_is_held_out = count < holdout_every or count % holdout_every == 0
         yield "validation" if last_is_held_out else "train", pending
-    elif len(pending.text) >= 2:
+    elif len(pending.text) >= 2 and not pending.turns and not pending.media:
         cut = len(pending.text) - max(1, len(pending.text) // holdout_every)
         yield "train", Document(pending.text[:cut], pending.position)
         yield "validation", Document(pending.text[cut:], pending.position)
@@ -103,12 +113,25 @@ def _cache_key(config: DataConfig, sources: list[Source]) -> str:
         del tokenizer["vocab_size"]
     content = {
         "format": FORMAT_VERSION,
-        "sources": [{"text_key": source.config.text_key, **source.identity} for source in sources],
+        "sources": [{**_reading(source), **source.identity} for source in sources],
         "tokenizer": tokenizer,
         "holdout_every": config.holdout_every,
         "on_bad_record": config.on_bad_record,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _reading(source: Source) -> dict[str, Any]:
+    """What of a source's settings decides about its tokens."""
+    config, reading = source.config, dict[str, Any]()
+    if config.format in ("text", "media"):
+        reading["text_key"] = config.text_key
+    if config.format != "text":
+        reading["format"] = config.format
+    if config.format == "media":
+        keys = {"name", "input_size", "max_patches", "shape", "num_tokens"}
+        reading["encoders"] = [encoder.model_dump(include=keys) for encoder in source.encoders]
+    return reading
 
 
 def _build(config: DataConfig, sources: list[Source], folder: Path, meter: Meter) -> None:
@@ -157,21 +180,40 @@ def _training_texts(config: DataConfig, sources: list[Source], meter: Meter) -> 
 def _encode_source(
     source: Source, documents: Iterator[tuple[Split, Document]], tokenizer: Tokenizer, folder: Path
 ) -> None:
-    meta = {
+    meta: dict[str, Any] = {
         "source": source.config.path,
         "notice": source_notice(source.config.path),
         "tokenizer": tokenizer.fingerprint,
     }
     size, eot = tokenizer.vocab_size, tokenizer.eot_id
+    encoders = source.encoders if source.config.format == "media" else ()
+    if source.config.format == "tokens":
+        size = 2**32  # what ids there may be, only the model knows
+        meta |= {"highest_id": 0}
     with (
-        ShardWriter(folder / "train", size, eot, meta) as train,
-        ShardWriter(folder / "validation", size, eot, meta) as validation,
+        ShardWriter(folder / "train", size, eot, meta, encoders) as train,
+        ShardWriter(folder / "validation", size, eot, meta, encoders) as validation,
     ):
         writers = {"train": train, "validation": validation}
         for group in _grouped(documents):
-            encoded = tokenizer.encode_batch([document.text for _, document in group])
-            for (split, document), tokens in zip(group, encoded, strict=True):
-                writers[split].add(tokens, len(document.text.encode()))
+            encoded = iter(tokenizer.encode_batch([s for _, document in group for s in document.segments]))
+            for split, document in group:
+                _write(writers[split], document, [next(encoded) for _ in document.segments])
+                if document.ids is not None:
+                    meta["highest_id"] = max(meta["highest_id"], int(document.ids.max()))
+
+
+def _write(writer: ShardWriter, document: Document, parts: list[NDArray[np.uint32]]) -> None:
+    """parts: the tokens of its segments."""
+    size = len(document.text.encode())
+    if document.ids is not None:
+        writer.add(document.ids, document.ids.nbytes)
+    elif document.media:
+        writer.add_media(parts, document.media, size)
+    else:
+        lengths = [len(part) for part in parts]
+        turns = zip(*[iter(lengths)] * len(SEGMENTS), strict=True) if document.turns else ()
+        writer.add(np.concatenate(parts), size, list(turns))
 
 
 def _grouped(documents: Iterator[tuple[Split, Document]]) -> Iterator[list[tuple[Split, Document]]]:
@@ -179,7 +221,7 @@ def _grouped(documents: Iterator[tuple[Split, Document]]) -> Iterator[list[tuple
     chars = 0
     for item in documents:
         group.append(item)
-        chars += len(item[1].text)
+        chars += len(item[1].text) if item[1].ids is None else len(item[1].ids)
         if chars >= _ENCODE_CHARS:
             yield group
             group, chars = [], 0

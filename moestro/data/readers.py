@@ -4,11 +4,17 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.config import EncoderConfig, SourceConfig
+from moestro.data.media import Item, ids_in, media_in
+from moestro.data.turns import Turn, turns_in
 from moestro.errors import MoestroError
 
 EXTENSIONS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
@@ -22,6 +28,17 @@ class Document:
 
     text: str
     position: float
+    turns: tuple[Turn, ...] = ()  # of which the text is made, if it is a record of turns
+    media: tuple[Item, ...] = ()  # that stand between `texts`, of which the text is made
+    texts: tuple[str, ...] = ()
+    ids: NDArray[np.uint32] | None = None  # [tokens], in place of a text
+
+    @property
+    def segments(self) -> list[str]:
+        """The text in the parts that are tokenized one by one."""
+        if self.turns:
+            return [segment for turn in self.turns for segment in turn.segments]
+        return [] if self.ids is not None else list(self.texts) if self.media else [self.text]
 
 
 @dataclass
@@ -50,7 +67,9 @@ class _BadText(Exception):
         self.detail = detail
 
 
-def read_file(path: Path, text_key: str, bad: BadRecords) -> Iterator[Document]:
+def read_file(
+    path: Path, source: SourceConfig, bad: BadRecords, encoders: Sequence[EncoderConfig] = ()
+) -> Iterator[Document]:
     """Documents of one file in order; `Document.position` counts bytes of the file on disk.
 
     A .txt file is one document, without its outer whitespace. The texts of JSON lines and Parquet are kept as they are.
@@ -60,10 +79,12 @@ def read_file(path: Path, text_key: str, bad: BadRecords) -> Iterator[Document]:
     """
     name = path.name.lower()
     try:
-        if name.endswith(".parquet"):
-            yield from _read_parquet(path, text_key, bad)
-        elif name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _read_json_lines(path, text_key, bad)
+        if name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _read_json_lines(path, source, bad, encoders)
+        elif source.format != "text":
+            raise MoestroError(f'{path}: format = "{source.format}" is read from .jsonl and .jsonl.gz files only')
+        elif name.endswith(".parquet"):
+            yield from _read_parquet(path, source.text_key, bad)
         else:
             yield from _read_text(path, bad)
     except OSError as error:
@@ -110,7 +131,9 @@ def _read_text(path: Path, bad: BadRecords) -> Iterator[Document]:
     yield Document(text, path.stat().st_size)
 
 
-def _read_json_lines(path: Path, text_key: str, bad: BadRecords) -> Iterator[Document]:
+def _read_json_lines(
+    path: Path, source: SourceConfig, bad: BadRecords, encoders: Sequence[EncoderConfig]
+) -> Iterator[Document]:
     number = 0
     try:
         with _open(path) as (stream, raw):
@@ -118,16 +141,16 @@ def _read_json_lines(path: Path, text_key: str, bad: BadRecords) -> Iterator[Doc
                 if not line.strip():
                     continue
                 try:
-                    text = _parse_json_line(line, text_key)
+                    document = _document(_parse_json_line(line), source, path.parent, encoders)
                 except _BadText as error:
                     bad.report(f"{path}, line {number}", error.reason, error.detail)
                 else:
-                    yield Document(text, raw.tell())
+                    yield replace(document, position=raw.tell())
     except _GZIP_ERRORS as error:
         bad.report(f"{path}, after line {number}", "corrupt or truncated gzip", str(error))
 
 
-def _parse_json_line(line: bytes, text_key: str) -> str:
+def _parse_json_line(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -136,10 +159,30 @@ def _parse_json_line(line: bytes, text_key: str) -> str:
         raise _BadText("not valid JSON", str(error)) from error
     if not isinstance(record, dict):
         raise _BadText("not a JSON object", f"it is {type(record).__name__}")
-    if text_key not in record:
-        keys = ", ".join(list(record)[:8]) or "none"
-        raise _BadText(f"no key '{text_key}'", f"its keys: {keys}; the source's text_key chooses another")
-    return check_text(record[text_key], text_key)
+    return record
+
+
+def _document(
+    record: dict[str, Any], source: SourceConfig, folder: Path, encoders: Sequence[EncoderConfig]
+) -> Document:
+    """What a record holds; media files are relative to `folder`."""
+    key = source.text_key
+    try:
+        if source.format == "turns":
+            turns = turns_in(record)
+            return Document(check_text("".join(Document("", 0, turns).segments), "turns"), 0, turns)
+        if source.format == "tokens":
+            return Document("", 0, ids=ids_in(record))
+        if key not in record:
+            keys = ", ".join(list(record)[:8]) or "none"
+            raise _BadText(f"no key '{key}'", f"its keys: {keys}; the source's text_key chooses another")
+        text = check_text(record[key], key)
+        if source.format == "text":
+            return Document(text, 0)
+        texts, items = media_in(record, text, folder, encoders)
+        return Document(check_text("".join(texts), key), 0, media=items, texts=texts)
+    except ValueError as error:
+        raise _BadText(f"not a record of {source.format}", str(error)) from error
 
 
 def _read_parquet(path: Path, text_key: str, bad: BadRecords) -> Iterator[Document]:

@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.config import EncoderConfig
+from moestro.data.media import Item, MediaWriter, ShardMedia
 from moestro.errors import MoestroError
 
 FORMAT_VERSION = 1
@@ -35,6 +38,8 @@ class Shard:
     ]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]], end of text included
     bytes: NDArray[np.int64]  # [documents], UTF-8 bytes of each text
     meta: dict[str, Any]
+    turns: NDArray[np.int64] | None = None  # [turns, 1 + segments], see `ShardWriter.add`
+    media: ShardMedia | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -53,18 +58,30 @@ class Shard:
                 raise ValueError(f"tokens.bin has {size_bytes} bytes, expected {meta['tokens_bytes']}")
             if _crc(offsets, document_bytes) != meta["index_crc32"]:
                 raise ValueError("offsets.npy or bytes.npy was altered")
+            turns = None
+            if "turns_crc32" in meta and _crc(turns := np.load(folder / "turns.npy")) != meta["turns_crc32"]:
+                raise ValueError("turns.npy was altered")
             tokens = np.asarray(np.memmap(tokens_path, dtype=meta["dtype"], mode="r"))
-            shard = cls(folder, tokens, offsets, document_bytes, meta)
-            if size_bytes <= VERIFY_ON_OPEN_BYTES:
+            media = ShardMedia.open(folder, meta["media"]) if "media" in meta else None
+            shard = cls(folder, tokens, offsets, document_bytes, meta, turns, media)
+            if size_bytes + (media.bytes if media is not None else 0) <= VERIFY_ON_OPEN_BYTES:
                 shard.verify()
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
             raise broken(folder, error) from error
         return shard
 
     def verify(self) -> None:
-        """Read all tokens and compare their checksum."""
+        """Read all tokens and patches and compare their checksums."""
         if _crc(self.tokens) != self.meta["tokens_crc32"]:
             raise broken(self.folder, "tokens.bin was altered")
+        if self.media is not None and self.media.checksums() != self.meta["media"]["patches_crc32"]:
+            raise broken(self.folder, "the patches of media were altered")
+
+    @property
+    def checksum(self) -> int | list[int]:
+        """Of the tokens, and of the media among them if there are any."""
+        tokens: int = self.meta["tokens_crc32"]
+        return tokens if self.media is None else [tokens, *self.meta["media"]["patches_crc32"]]
 
     @property
     def num_documents(self) -> int:
@@ -91,15 +108,25 @@ class ShardWriter:
     meta.json is written last, and only after a clean exit: a folder without it is not a shard.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eot_id: int, meta: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eot_id: int,
+        meta: dict[str, Any],
+        encoders: Sequence[EncoderConfig] = (),
+    ) -> None:
+        """encoders: of the items that documents may hold; their placeholders are numbered from vocab_size."""
         self._folder = folder
-        self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._dtype = np.dtype(np.uint16 if vocab_size + len(encoders) <= 2**16 else np.uint32)
         self._meta = meta
         self._offsets = array("q", [1])
         self._bytes = array("q")
+        self._turns: list[tuple[int, ...]] = []
         self._crc = 0
         self._eot = np.array([eot_id], dtype=self._dtype)
         folder.mkdir(parents=True)
+        self._media = MediaWriter(folder, encoders, vocab_size) if encoders else None
         self._file = (folder / "tokens.bin").open("wb")
         self._write(self._eot)
 
@@ -107,12 +134,32 @@ class ShardWriter:
     def num_documents(self) -> int:
         return len(self._bytes)
 
-    def add(self, tokens: NDArray[Any], text_bytes: int) -> None:
-        """Append one document: its token ids [tokens], without end of text, and the size of its text."""
+    def add(self, tokens: NDArray[Any], text_bytes: int, turns: Sequence[tuple[int, ...]] = ()) -> None:
+        """Append one document: its token ids [tokens], without end of text, and the size of its text.
+
+        turns: of a record of turns, the tokens of each turn's segments; they become rows behind the document's number.
+        """
+        self._turns += [(self.num_documents, *lengths) for lengths in turns]
         self._write(tokens.astype(self._dtype, copy=False))
         self._write(self._eot)
         self._offsets.append(self._offsets[-1] + len(tokens) + 1)
         self._bytes.append(text_bytes)
+
+    def add_media(self, texts: Sequence[NDArray[Any]], items: Sequence[Item], text_bytes: int) -> None:
+        """Append a document of `items` between `texts`, of which there is one more."""
+        assert self._media is not None
+        parts, place = [texts[0]], self._offsets[-1] + len(texts[0])
+        for item, text in zip(items, texts[1:], strict=True):
+            run = self._media.placeholders(item)
+            self._media.add(item, place)
+            parts += [run, text]
+            place += len(run) + len(text)
+        self.add(np.concatenate(parts), text_bytes)
+
+    def leave_out(self) -> None:
+        """Append a document without any token, which keeps the numbers of those that follow."""
+        self._offsets.append(self._offsets[-1])
+        self._bytes.append(0)
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +168,8 @@ class ShardWriter:
         self._file.close()
         if kind is None:
             self._finish()
+        elif self._media is not None:
+            self._media.close()
 
     def _write(self, tokens: NDArray[Any]) -> None:
         data = tokens.tobytes()
@@ -142,6 +191,12 @@ class ShardWriter:
             "tokens_crc32": self._crc,
             "index_crc32": _crc(offsets, document_bytes),
         }
+        if self._media is not None:
+            meta["media"] = self._media.finish()
+        if self._turns:
+            turns = np.array(self._turns, dtype=np.int64)
+            np.save(self._folder / "turns.npy", turns)
+            meta["turns_crc32"] = _crc(turns)
         write_json(self._folder / "meta.json", meta)
 
 

@@ -2,11 +2,11 @@
 
 import importlib.metadata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moestro.config import SourceConfig
+from moestro.config import EncoderConfig, SourceConfig
 from moestro.data.readers import EXTENSIONS, BadRecords, Document, check_record, read_file
 from moestro.errors import MoestroError
 
@@ -28,6 +28,7 @@ class Source:
     files: tuple[Path, ...]  # empty for "hf:"
     # Changes whenever the documents may have changed; part of the cache key.
     identity: dict[str, Any]
+    encoders: tuple[EncoderConfig, ...] = ()  # that the placeholders of format "media" name
 
     def documents(self, bad: BadRecords) -> Iterator[Document]:
         """All documents in a fixed order; raises or counts bad records as `bad` says."""
@@ -36,8 +37,8 @@ class Source:
             return
         before = 0
         for path in self.files:
-            for document in read_file(path, self.config.text_key, bad):
-                yield Document(document.text, before + document.position)
+            for document in read_file(path, self.config, bad, self.encoders):
+                yield replace(document, position=before + document.position)
             before += path.stat().st_size
 
     def total(self) -> float | None:
@@ -45,12 +46,18 @@ class Source:
         return sum(path.stat().st_size for path in self.files) or None
 
 
-def resolve_source(config: SourceConfig) -> Source:
+def resolve_source(config: SourceConfig, encoders: tuple[EncoderConfig, ...] = ()) -> Source:
     """Find what `config.path` names, without reading any document.
 
     Raises:
         MoestroError: nothing there, no file of a known kind, or a package that is not installed.
     """
+    if config.format != "text" and config.path.startswith(("hf:", "pkg:")):
+        raise MoestroError(
+            f"source '{config.path}': format = \"{config.format}\" is read from .jsonl and .jsonl.gz files only"
+        )
+    if config.format == "media" and not encoders:
+        raise MoestroError(f"source '{config.path}' has format = \"media\", but the model has no [[model.encoders]]")
     if config.path.startswith("hf:"):
         return Source(config, (), {"dataset": config.path})
     if config.path.startswith("pkg:"):
@@ -62,7 +69,7 @@ def resolve_source(config: SourceConfig) -> Source:
         identity = {"package": config.path, "version": distribution.version, "bytes": size_bytes}
         return Source(config, files, identity)
     files = tuple(_local_files(Path(config.path).expanduser()))
-    return Source(config, files, {"files": _stamp(files)})
+    return Source(config, files, {"files": _stamp(files)}, encoders)
 
 
 def source_notice(path: str) -> str:

@@ -56,10 +56,11 @@ class _WidenedLinear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias whose product runs in the input's dtype (see `linear`)."""
+    """`nn.Linear` whose product runs in the input's dtype (see `linear`)."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        out = linear(x, self.weight)
+        return out if self.bias is None else out + self.bias.to(x.dtype)

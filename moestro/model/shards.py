@@ -17,6 +17,12 @@ class TensorShard(Protocol):
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """The sum of the ranks' x, of which each keeps its positions along `dim`."""
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, for all of them; the gradient is the sum of theirs."""
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part along the first axis of x, which all have whole: what belongs to its heads."""
+
 
 class SequenceShard(Protocol):
     """This rank holds some positions of every sequence."""
@@ -33,9 +39,25 @@ class SequenceShard(Protocol):
     def splits_attention(self) -> bool:
         """Whether attention, too, has only some of the positions (context parallelism)."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Causal attention of the queries here to the keys everywhere, inside documents.
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of the queries here to the keys everywhere, inside documents (see `mask.attend`).
 
-        query: [batch, heads, context positions, head_dim]; key, value: [batch, kv_heads, context positions, head_dim];
-        document_ids: [batch, all positions] or None; returns like query.
+        query: [batch, heads, context positions, head_dim]; key: [batch, kv_heads, context positions, head_dim];
+        value: the same with a head_dim of its own; document_ids: [batch, all positions] or None; window: tokens that
+        one sees, itself included. Returns [batch, heads, context positions, head_dim of values].
+        """
+
+    def before(self, x: Tensor, n: int) -> Tensor:
+        """The n positions before each run of consecutive ones that attention has here; zeros before the first.
+
+        x: [batch, context positions, ...]; returns [batch, runs, n, ...]. The gradient goes where they are held.
         """

@@ -1,68 +1,52 @@
-"""The decoder-only transformer: embeddings, pre-norm blocks of attention and feed-forward, final norm, head."""
+"""The decoder-only transformer: embeddings, blocks of attention and feed-forward, final norm, head."""
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moestro.config import ModelConfig
-from moestro.model.attention.cache import KVCache, LayerCache
-from moestro.model.attention.gqa import GroupedQueryAttention
-from moestro.model.attention.mask import CAUSAL, AttentionMask, continuation_mask, document_mask
+from moestro.config import ModelConfig, RopeConfig
+from moestro.config.model import LayerType
+from moestro.model.attention.cache import KVCache
+from moestro.model.attention.head_experts import HeadExpertAttention, HeadStats
+from moestro.model.attention.mask import Positions, positions_of
+from moestro.model.attention.mla import LatentAttention
+from moestro.model.block import Block, BlockOutput, MTPBlock
+from moestro.model.depth import DepthBlock
+from moestro.model.initial import initial_value
 from moestro.model.loss import linear_cross_entropy
-from moestro.model.mlp import SwiGLU
+from moestro.model.media import Encoder, Media, insert, placeholder
 from moestro.model.moe.layer import MoELayer
 from moestro.model.moe.router import RouterStats, TokenGroups
 from moestro.model.norms import RMSNorm
 from moestro.model.ops import linear
-from moestro.model.rope import rope_tables
+from moestro.model.residual import InputScale
+from moestro.model.rope import softmax_scale
 from moestro.model.shards import SequenceShard
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """hidden: [batch, seq, hidden] after the last layer here and the final norm; router_stats: one a MoE layer.
+    """hidden: [batch, seq, hidden] after the last layer here and the final norm; router_stats: one a MoE block.
 
-    loss: scale · Σ nll of the labels, when those were given.
+    head_stats: one a block in training, if the model has attention experts.
+    Before the last layer, `hidden` has the router's state behind it if the model carries one (see `stream_size`).
+    loss: scale · Σ nll of the labels, when those were given. mtp_loss: the same of multi-token prediction, the mean
+    over its depths. depth_loss: in training, of the causal routers of a mixture of depths, the mean over
+    tokens and over the layers that have one (those that are not here count as 0).
     """
 
     hidden: Tensor
     router_stats: list[RouterStats]
+    head_stats: list[HeadStats]
     loss: Tensor | None = None
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = GroupedQueryAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp: MoELayer | SwiGLU
-        if config.moe_layers[layer]:
-            self.mlp = MoELayer(config, layer)
-        else:
-            assert config.intermediate_size is not None
-            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: AttentionMask,
-        groups: TokenGroups,
-        cache: LayerCache | None = None,
-    ) -> tuple[Tensor, RouterStats | None]:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
-        normed = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MoELayer):
-            out, stats = self.mlp(normed, groups)
-            return x + out, stats
-        return x + self.mlp(normed), None
+    mtp_loss: Tensor | None = None
+    depth_loss: Tensor | None = None
 
 
 class Transformer(nn.Module):
@@ -81,13 +65,19 @@ class Transformer(nn.Module):
         self.config, self.dtype, self.recompute = config, dtype, recompute
         numbers = range(config.num_layers) if layers is None else layers
         self.is_first, self.is_last = 0 in numbers, config.num_layers - 1 in numbers
-        tied = config.tie_embeddings and self.is_last
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if self.is_first or tied else None
+        has_embedding = self.is_first or (self.is_last and shares_embedding(config))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
+        scaled = config.residual_scaling == "released" and self.is_first
+        self.input_residual = InputScale(config.hidden_size) if scaled else None
+        encoders = config.encoders if self.is_first else ()
+        self.encoders = nn.ModuleDict({encoder.name: Encoder(encoder, config, dtype) for encoder in encoders})
         # Keyed by their numbers, so that a layer's weights have the same names wherever it is.
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in numbers})
+        self.layers = nn.ModuleDict({str(layer): _block(config, layer, dtype) for layer in numbers})
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if self.is_last else None
         has_head = self.is_last and not config.tie_embeddings
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_head else None
+        ahead = range(config.num_layers, config.num_blocks) if self.is_last else ()
+        self.mtp = nn.ModuleDict({str(layer): MTPBlock(config, layer, dtype) for layer in ahead})
 
     @property
     def head_weight(self) -> Tensor:
@@ -106,58 +96,194 @@ class Transformer(nn.Module):
         shard: SequenceShard | None = None,
         labels: Tensor | None = None,
         loss_scale: float = 1.0,
+        token_ids: Tensor | None = None,
+        ahead: Tensor | None = None,
+        media: Sequence[Media] = (),
     ) -> ModelOutput:
         """Run the layers.
 
         Args:
-            inputs: token ids [batch, seq], or what the layer before the first here put out [batch, seq, hidden].
+            inputs: token ids [batch, seq], or what the layer before the first here put out [batch, seq, stream_size].
             position_ids: [batch, seq] positions inside each document; None counts from 0 (or from the cache's end).
             document_ids: [batch, seq] number of the packed document, negative at padding; None: one document a row.
             noise_seeds: [batch] seeds of the routing noise, used while training.
             cache: continues the sequences it holds and is extended; excludes document_ids.
-            shard: this rank holds some positions of each sequence: `inputs` and `labels` are those; position_ids are
-                the ones that attention has here; document_ids stay whole.
+            shard: this rank holds some positions of each sequence: `inputs`, `labels`, `token_ids` and `ahead` are
+                those; position_ids are the ones that attention has here; document_ids stay whole.
             labels: [batch, seq], for the loss.
+            token_ids: [batch, seq] of the inputs; needed where `inputs` are not token ids.
+            ahead: [depth, batch, seq] labels of multi-token prediction (see `train.stage`); None: it is left out.
+            media: what stands at the placeholders among the inputs (see `Media`), at most one for each encoder. Only
+                the first layers want it.
         """
         past = cache.length if cache is not None else 0
         seq = inputs.shape[1]
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
-        mask = CAUSAL if cache is None else continuation_mask(seq, past + seq, inputs.device)
-        if shard is not None and shard.splits_attention:
-            mask = AttentionMask(context=shard, documents=document_ids)
-        elif document_ids is not None:
-            mask = document_mask(document_ids, self.config.attention)
-        valid = None if document_ids is None else (document_ids >= 0).reshape(-1)
-        rope = rope_tables(position_ids, self.config.resolved_head_dim, self.config.rope_theta)
-        groups = TokenGroups(seq if shard is None else seq * shard.parts, valid, noise_seeds, shard)
-        x = inputs
-        if self.is_first:
-            assert self.embed_tokens is not None
-            x = self.embed_tokens(inputs).to(self.dtype)
-        stats = []
+        positions = {
+            kind: positions_of(
+                kind, self.config, position_ids, document_ids, past if cache is not None else None, shard
+            )
+            for kind in {block.layer_type for block in self.all_blocks()}
+        }
+        token_ids = inputs if token_ids is None and self.is_first else token_ids
+        groups = self._groups(seq, token_ids, document_ids, noise_seeds, shard)
+        x, state = self._enter(inputs, media)
+        stats: list[RouterStats | None] = []
+        heads: list[HeadStats | None] = []
+        depth_losses: list[Tensor | None] = []
         for i, block in enumerate(self.blocks()):
-            if self.recompute and cache is None and torch.is_grad_enabled():
-                # Statistics leave the block as outputs, so the second forward of a recomputed block counts nothing.
-                x, layer_stats = checkpoint(block, x, rope, mask, groups, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x, layer_stats = block(x, rope, mask, groups, cache.layers[i] if cache is not None else None)
-            if layer_stats is not None:
-                stats.append(layer_stats)
-        if self.norm is not None:
-            x = self.norm(x)
-        loss = None if labels is None else linear_cross_entropy(x, self.head_weight, labels, loss_scale)
-        return ModelOutput(x, stats, loss)
+            layer_cache = cache.layers[i] if cache is not None else None
+            out = self._run(block, x, positions[block.layer_type], groups, state, layer_cache)
+            x, state = out.x, out.router_state
+            stats.append(out.stats)
+            heads.append(out.head_stats)
+            depth_losses.append(out.depth_loss)
+        if cache is not None:
+            cache.length += seq
+        if self.norm is None:
+            return ModelOutput(
+                self._leave(x, state), _present(stats), _present(heads), depth_loss=self._depth_loss(depth_losses)
+            )
+        hidden = self.norm(x).to(self.dtype)
+        loss = None if labels is None else self._nll(hidden, labels, loss_scale)
+        mtp_loss = None
+        if ahead is not None and self.mtp:
+            assert labels is not None
+            mtp_loss = self._predict_ahead(hidden, labels, ahead, positions, groups, state, stats, heads) * loss_scale
+        return ModelOutput(hidden, _present(stats), _present(heads), loss, mtp_loss, self._depth_loss(depth_losses))
+
+    def _groups(
+        self,
+        seq: int,
+        token_ids: Tensor | None,
+        document_ids: Tensor | None,
+        noise_seeds: Tensor | None,
+        shard: SequenceShard | None,
+    ) -> TokenGroups:
+        valid = None if document_ids is None else (document_ids >= 0).reshape(-1)
+        ids = None if token_ids is None else token_ids.reshape(-1)
+        types = None
+        if ids is not None and self.config.num_token_types > 1:
+            borders = torch.tensor(self.config.token_types, device=ids.device, dtype=ids.dtype)
+            types = torch.bucketize(ids, borders, right=True)
+            types = torch.where(ids < 0, len(borders) - ids, types)  # placeholder(0) is -1, and so on
+            ids = ids.clamp_min(-1)
+        return TokenGroups(seq if shard is None else seq * shard.parts, valid, noise_seeds, shard, ids, types)
+
+    def _enter(self, inputs: Tensor, media: Sequence[Media]) -> tuple[Tensor, Tensor | None]:
+        """The residual stream and the router's state that come into the first layer here."""
+        if not self.is_first:
+            if self.stream_size == self.config.hidden_size:
+                return inputs, None
+            x, state = inputs.split([self.config.hidden_size, self.stream_size - self.config.hidden_size], -1)
+            return x, state
+        x = self._embed(inputs, media)
+        return x if self.input_residual is None else self.input_residual(x), None
+
+    def _embed(self, ids: Tensor, media: Sequence[Media]) -> Tensor:
+        """[batch, seq, hidden]: rows of the table, and encoders' vectors at their placeholders."""
+        assert self.embed_tokens is not None
+        if not self.encoders:
+            return self.embed_tokens(ids).to(self.stream_dtype)
+        x = self.embed_tokens(ids.clamp_min(0)).to(self.stream_dtype)
+        found = {item.encoder: (item.patches, item.numbers) for item in media}
+        for number, encoder in enumerate(self.encoders.values()):
+            assert isinstance(encoder, Encoder)
+            if number not in found and not torch.is_grad_enabled():
+                continue
+            # With gradients every encoder takes part in every batch: ranks must agree on whose gradients there are.
+            vectors = encoder(*found.get(number, encoder.blank(x.device)))
+            x = insert(x, ids == placeholder(number), vectors)
+        return x
+
+    def _depth_loss(self, losses: list[Tensor | None]) -> Tensor | None:
+        found = _present(losses)
+        return torch.stack(found).sum() / sum(self.config.depth_layers) if found else None
+
+    def _leave(self, x: Tensor, state: Tensor | None) -> Tensor:
+        carried = self.stream_size - self.config.hidden_size
+        if carried == 0:
+            return x
+        return torch.cat((x, x.new_zeros(*x.shape[:-1], carried) if state is None else state.to(x.dtype)), -1)
+
+    def _run(self, block: nn.Module, *args: Any) -> BlockOutput:
+        *_, cache = args
+        if self.recompute and cache is None and torch.is_grad_enabled():
+            # Statistics leave the block as outputs, so the second forward of a recomputed block counts nothing.
+            again: BlockOutput = checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+            return again
+        output: BlockOutput = block(*args)
+        return output
+
+    def _nll(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+        return linear_cross_entropy(self._to_head(hidden), self.head_weight, labels, scale)
+
+    def _to_head(self, hidden: Tensor) -> Tensor:
+        return hidden.float() if self.config.head_fp32 and hidden.dtype != torch.float64 else hidden
+
+    def _predict_ahead(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        ahead: Tensor,
+        positions: dict[LayerType, Positions],
+        groups: TokenGroups,
+        state: Tensor | None,
+        stats: list[RouterStats | None],
+        heads: list[HeadStats | None],
+    ) -> Tensor:
+        """Mean over the depths of Σ nll; the statistics of their blocks are added to `stats` and `heads`."""
+        assert self.embed_tokens is not None
+        losses = []
+        x = hidden.to(self.stream_dtype)
+        for known, target, mtp in zip([labels, *ahead[:-1]], ahead, self.mtp.values(), strict=True):
+            assert isinstance(mtp, MTPBlock)
+            embedding = self.embed_tokens(known.clamp_min(0)).to(self.stream_dtype)
+            x, block_stats, state, block_heads, _ = mtp(x, embedding, positions[mtp.block.layer_type], groups, state)
+            stats.append(block_stats)
+            heads.append(block_heads)
+            losses.append(self._nll(mtp.norm(x).to(self.dtype), target, 1.0))
+        return torch.stack(losses).mean()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., vocab] of hidden [..., hidden]; for decoding, where the rows are few."""
-        return linear(hidden, self.head_weight).float()
+        return linear(self._to_head(hidden), self.head_weight).float()
 
-    def blocks(self) -> list[Block]:
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if self.config.residual_fp32 else self.dtype
+
+    @property
+    def stream_size(self) -> int:
+        return stream_size(self.config)
+
+    def blocks(self) -> list[Block | DepthBlock]:
         return list(self.layers.values())  # type: ignore[arg-type]  # a ModuleDict does not say what it holds
 
+    def all_blocks(self) -> list[Block | DepthBlock]:
+        """Those of multi-token prediction too."""
+        return self.blocks() + [mtp.block for mtp in self.mtp.values()]  # type: ignore[misc]
+
     def moe_layers(self) -> list[MoELayer]:
-        return [block.mlp for block in self.blocks() if isinstance(block.mlp, MoELayer)]
+        """Of all blocks, in the order of their router statistics."""
+        return [block.mlp for block in self.all_blocks() if isinstance(block.mlp, MoELayer)]
+
+    def head_experts(self) -> dict[int, HeadExpertAttention]:
+        """Of all blocks, by their numbers and in the order of their head statistics."""
+        found = {block.layer: block.self_attn for block in self.all_blocks()}
+        return {layer: module for layer, module in found.items() if isinstance(module, HeadExpertAttention)}
+
+    def new_cache(self, batch: int, max_len: int, device: torch.device | str, dtype: torch.dtype) -> KVCache:
+        """An empty cache for `batch` sequences of at most max_len tokens."""
+        return KVCache([block.self_attn.new_cache(batch, max_len, device, dtype) for block in self.blocks()], max_len)
+
+    def set_rope(self, rope: RopeConfig) -> None:
+        """Go on with other rotary embeddings, as when the context is extended."""
+        self.config = self.config.model_copy(update={"rope": rope})
+        for block in self.all_blocks():
+            if isinstance(block.self_attn, LatentAttention):
+                block.self_attn.scale = softmax_scale(self.config)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -165,18 +291,21 @@ class Transformer(nn.Module):
             parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
 
 
-def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
-    """The whole parameter `name` at the start: a function of (seed, name) alone, so that no layout matters."""
-    if len(shape) == 1:
-        return torch.ones(shape)  # norms
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest))
-    scale = config.init_scale
-    if name.endswith("router.weight"):
-        assert config.moe is not None
-        scale = config.moe.router.init_scale
-    std = (scale / shape[-1]) ** 0.5
-    if "o_proj" in name or "down_proj" in name:
-        std /= (2 * config.num_layers) ** 0.5
-    value = torch.empty(*shape)
-    return nn.init.trunc_normal_(value, std=std, a=-2 * std, b=2 * std, generator=generator)
+def _present(found: Iterable[T | None]) -> list[T]:
+    return [item for item in found if item is not None]
+
+
+def _block(config: ModelConfig, layer: int, dtype: torch.dtype) -> Block | DepthBlock:
+    return DepthBlock(config, layer, dtype) if config.depth_layers[layer] else Block(config, layer, dtype)
+
+
+def shares_embedding(config: ModelConfig) -> bool:
+    """Whether the first and the last stage of a pipeline both need the embedding."""
+    return config.tie_embeddings or config.mtp is not None
+
+
+def stream_size(config: ModelConfig) -> int:
+    """Width of what goes from stage to stage: the hidden state, and the router's state where layers pass one on."""
+    router = config.moe.router if config.moe else None
+    carries = router is not None and router.kind == "zaya" and router.carry_state
+    return config.hidden_size + (router.hidden_size if carries and router is not None else 0)

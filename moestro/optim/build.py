@@ -7,20 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from moestro.config import OptimConfig
+from moestro.model.initial import is_vector
 from moestro.optim.muon import Muon
 from moestro.parallel.comm import Group
 
 Kind = Literal["table", "vector", "matrix"]
 
-# Looked up or compared with every token, not multiplied like the inner matrices: AdamW fits them better.
-NOT_FOR_MUON = ("embed_tokens.weight", "lm_head.weight")
+# Looked up, compared with every token, or slid along them, not multiplied like the inner matrices: AdamW fits better.
+NOT_FOR_MUON = ("embed_tokens.", "lm_head.", "conv", "position_embed", "queries")
 
 
 def kind_of(name: str, parameter: Tensor, config: OptimConfig) -> Kind:
     """Vectors (norms) are not decayed; tables are AdamW's decayed parameters; matrices are Muon's."""
-    if parameter.dim() < 2:
+    if is_vector(name, parameter.dim()):
         return "vector"
-    return "table" if config.name == "adamw" or name in NOT_FOR_MUON else "matrix"
+    return "table" if config.name == "adamw" or any(part in name for part in NOT_FOR_MUON) else "matrix"
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moestro.config import Config
-from moestro.model.mlp import SwiGLU
-from moestro.model.transformer import Transformer, initial_value
+from moestro.model.initial import initial_value
+from moestro.model.mlp import FeedForward
+from moestro.model.transformer import Transformer
 from moestro.parallel.experts import ExpertMix, build_expert_mix
 from moestro.parallel.fsdp import shard_of, shard_start
 from moestro.parallel.layout import ONE
@@ -80,6 +81,8 @@ def fill_stage(stage: Transformer, parts: dict[str, Part], config: Config, devic
             _replace(stage, name, value.to(device, copy=part.size != part.shape).contiguous())
     for layer in stage.moe_layers():
         layer.router.reset_balance(device)
+    for attention in stage.head_experts().values():
+        attention.reset_shares(device)
 
 
 def _replace(stage: Transformer, name: str, value: Tensor) -> None:
@@ -90,15 +93,18 @@ def _replace(stage: Transformer, name: str, value: Tensor) -> None:
 def _connect(stage: Transformer, mesh: Mesh, mix: ExpertMix | None) -> None:
     """Tell the modules that compute on a part where the rest is."""
     tp = TensorRanks(mesh.tp) if mesh.tp is not None else None
-    for block in stage.blocks():
+    for block in stage.all_blocks():
         block.self_attn.tp = tp
-        if isinstance(block.mlp, SwiGLU):
+        if isinstance(block.mlp, FeedForward):
             block.mlp.tp = tp
             continue
         if block.mlp.shared_experts is not None:
             block.mlp.shared_experts.tp = tp
         if mix is not None:
             block.mlp.mix = mix
+        experts = block.mlp.experts
+        if experts.down_bias is not None:
+            experts.down_bias_start = mesh.place.tp * experts.down_bias.shape[1]
 
 
 def buffers(stages: list[Transformer]) -> dict[str, LogicalTensor]:

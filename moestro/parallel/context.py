@@ -43,7 +43,8 @@ class SequenceSlices:
         self.positions = self.context_positions.view(tp, -1)[mesh.place.tp]  # [seq / parts], where all else has it
         held = torch.cat([chunks[list(chunks_of(cp, rank))].flatten() for rank in range(cp)])
         self._order = held.argsort()  # where the ranks' positions, laid end to end, hold position 0, 1, …
-        self._masks: tuple[Tensor | None, list[AttentionMask]] | None = None
+        self._masks: dict[int | None, list[AttentionMask]] = {}  # of each window, for the documents _masked
+        self._masked: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """[batch, all positions, ...] → [batch, positions here, ...]."""
@@ -64,25 +65,35 @@ class SequenceSlices:
         """[batch · all positions, ...] → [batch · positions here, ...]."""
         return self.take(x.reshape(-1, len(self._order), *x.shape[1:])).flatten(0, 1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Causal attention of the queries here to the keys everywhere, inside documents.
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of the queries here to the keys everywhere, inside documents (see `mask.attend`).
 
-        query: [batch, heads, seq / cp, head_dim]; key, value: [batch, kv_heads, seq / cp, head_dim];
-        document_ids: [batch, seq] or None; returns like query.
+        query: [batch, heads, seq / cp, head_dim]; key: [batch, kv_heads, seq / cp, head_dim]; value: the same with a
+        head_dim of its own; document_ids: [batch, seq] or None; window: tokens that one sees, itself included.
         """
         if self._kind == "ring" and self._mesh.cp is not None:
-            return ring_attention(query, key, value, document_ids, self._mesh.cp)
+            return ring_attention(query, key, value, document_ids, self._mesh.cp, window, scale, sinks)
         key, value = self._whole(key, value)
         out = []
-        for chunk, part, mask in zip(self._chunks, query.split(self._length, 2), self._see(document_ids), strict=True):
-            stop = (chunk + 1) * self._length  # later keys are never looked at, so nothing is computed for them
-            out.append(attend(part, key[:, :, :stop], value[:, :, :stop], mask))
+        masks = self._see(document_ids, window)
+        for chunk, part, mask in zip(self._chunks, query.split(self._length, 2), masks, strict=True):
+            keys = self._keys(chunk, window)  # nothing is computed for those that no query here sees
+            out.append(attend(part, key[:, :, keys], value[:, :, keys], mask, scale, sinks))
         return torch.cat(out, 2)
 
-    def halo(self, x: Tensor, n: int) -> Tensor:
+    def before(self, x: Tensor, n: int) -> Tensor:
         """The n positions before each chunk held here, zeros before the first: [batch, chunks held, n, ...].
 
-        x: [batch, seq / cp, ...]. The gradient goes to the ranks that hold those positions.
+        x: [batch, seq / cp, ...], n >= 1. The gradient goes to the ranks that hold those positions.
 
         Raises:
             MoestroError: a chunk is shorter than n.
@@ -99,9 +110,9 @@ class SequenceSlices:
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Both [batch, kv_heads, seq / cp, head_dim] → [batch, kv_heads, seq, head_dim], in one collective."""
-        both = all_gather(torch.stack((key, value)).unsqueeze(0), 0, self._mesh.cp)
-        chunks = self._sorted(both.unflatten(4, (len(self._chunks), self._length)), 4)
-        whole_key, whole_value = torch.cat(chunks, 3).unbind(0)
+        both = all_gather(torch.cat((key, value), -1).unsqueeze(0), 0, self._mesh.cp)
+        chunks = self._sorted(both.unflatten(3, (len(self._chunks), self._length)), 3)
+        whole_key, whole_value = torch.cat(chunks, 2).split((key.shape[-1], value.shape[-1]), -1)
         return whole_key, whole_value
 
     def _sorted(self, x: Tensor, dim: int) -> list[Tensor]:
@@ -111,28 +122,44 @@ class SequenceSlices:
         found = [chunk for rank in x.unbind(0) for chunk in rank.unbind(dim - 1)]
         return [chunk for _, chunk in sorted(zip(held, found, strict=True), key=lambda pair: pair[0])]
 
-    def _see(self, document_ids: Tensor | None) -> list[AttentionMask]:
-        """For each chunk here, which keys it sees. All layers of a batch share the masks, which are large."""
-        if self._masks is None or self._masks[0] is not document_ids:
-            starts = [chunk * self._length for chunk in self._chunks]
+    def _keys(self, chunk: int, window: int | None) -> slice:
+        """The keys of which a query of the chunk may see some."""
+        start = chunk * self._length
+        return slice(0 if window is None else max(0, start - window + 1), start + self._length)
+
+    def _see(self, document_ids: Tensor | None, window: int | None) -> list[AttentionMask]:
+        """For each chunk here, which keys it sees. Layers of one type share the masks, which are large."""
+        if self._masked is not document_ids:
+            self._masks.clear()
+            self._masked = document_ids
+        if window not in self._masks:
             flex = self._device.type == "cuda"
-            masks = [_chunk_mask(start, start + self._length, document_ids, self._device, flex) for start in starts]
-            self._masks = document_ids, masks
-        return self._masks[1]
+            keys = [self._keys(chunk, window) for chunk in self._chunks]
+            self._masks[window] = [_chunk_mask(self._length, k, document_ids, window, self._device, flex) for k in keys]
+        return self._masks[window]
 
 
-def _chunk_mask(start: int, stop: int, document_ids: Tensor | None, device: torch.device, flex: bool) -> AttentionMask:
-    """Which of the keys 0 … stop - 1 the queries start … stop - 1 see, for flex attention or for SDPA."""
-    if document_ids is None and (start == 0 or not flex):
-        return continuation_mask(stop - start, stop, device)
+def _chunk_mask(
+    queries: int, keys: slice, document_ids: Tensor | None, window: int | None, device: torch.device, flex: bool
+) -> AttentionMask:
+    """Which keys the last `queries` positions of `keys` see, for flex attention or for SDPA."""
+    first, count = keys.start, keys.stop - keys.start
+    past = count - queries
+    if document_ids is None and (past == 0 or not flex):
+        return continuation_mask(queries, count, device, window)
     if document_ids is not None and not flex:
-        same = document_ids[:, start:stop].unsqueeze(2) == document_ids[:, :stop].unsqueeze(1)
-        return AttentionMask(causal=False, dense=same.tril_(start).unsqueeze(1))
+        ids = document_ids[:, keys]
+        same = (ids[:, past:].unsqueeze(2) == ids.unsqueeze(1)).tril_(past)
+        if window is not None:
+            same.triu_(past - window + 1)
+        return AttentionMask(causal=False, dense=same.unsqueeze(1))
 
     # On a GPU, SDPA materialises all scores when heads are grouped and the mask is dense.
     def allowed(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        causal = q + start >= k
-        return causal if document_ids is None else causal & (document_ids[b, q + start] == document_ids[b, k])
+        seen = q + past >= k if window is None else (q + past >= k) & (q + past - k < window)
+        return (
+            seen if document_ids is None else seen & (document_ids[b, q + past + first] == document_ids[b, k + first])
+        )
 
     batch = None if document_ids is None else len(document_ids)
-    return AttentionMask(causal=False, block=create_block_mask(allowed, batch, None, stop - start, stop, device))
+    return AttentionMask(causal=False, block=create_block_mask(allowed, batch, None, queries, count, device))

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from moestro.config import Config, TrainConfig
+from moestro.config.moe import Activation
 from moestro.model.moe.dispatch import combine, dispatch
 from moestro.model.moe.experts import Experts
 from moestro.model.moe.router import Routing
@@ -28,16 +29,19 @@ from moestro.parallel.exchange import AllGatherExchange, Exchange, TokenExchange
 from moestro.parallel.mesh import Mesh
 
 FINEST = 8  # chunks; "auto" chooses among its divisors
+# Activations of the experts' width that a row takes at the worst moment: its products, as many gradients, and what the
+# activation and its backward make.
+WIDTHS: dict[Activation, int] = {"swiglu": 7, "geglu": 7, "clamped_swiglu": 9, "relu2": 5, "gelu": 5}
 
 
 def build_expert_mix(mesh: Mesh, config: Config) -> "ExpertMix":
     """For the MoE layers of a model on `mesh`. Every rank of the world must call it once; the layers share it."""
     moe, layout = config.model.moe, mesh.layout
     assert moe is not None
-    exchange = build_exchange(mesh, config.parallel, moe.num_experts)
+    exchange = build_exchange(mesh, config.parallel, moe.resolved_num_experts)
     # FSDP gathers the experts' weights at each call, so the ranks that share them must make equally many.
     agree = mesh.tokens if layout.fsdp > 1 else mesh.ep
-    return ExpertMix(exchange, moe.num_experts // layout.ep, mesh.ep, mesh.tp, agree, config.train)
+    return ExpertMix(exchange, moe.resolved_num_experts // layout.ep, mesh.ep, mesh.tp, agree, config.train)
 
 
 class ExpertMix:
@@ -137,7 +141,8 @@ class ExpertMix:
         for chunks in (c for c in range(1, FINEST + 1) if FINEST % c == 0):
             size = FINEST // chunks
             parts = [[sum(column) for column in zip(*loads[i : i + size], strict=True)] for i in range(0, FINEST, size)]
-            need = [chunk_bytes(h, s, r, rows, hidden, width, element) for h, s, r, rows in parts]
+            kind = experts.activation
+            need = [chunk_bytes(h, s, r, rows, hidden, width, element, kind) for h, s, r, rows in parts]
             if max(need) <= self.budget_bytes:
                 chosen, fits = chunks, True
                 break
@@ -176,11 +181,20 @@ def worst_rows(tokens: int, ep: int, top_k: int, experts_here: int) -> int:
     return tokens * ep * min(top_k, experts_here)
 
 
-def chunk_bytes(here: int, sent: int, received: int, rows: int, hidden: int, width: int, element: int) -> int:
+def chunk_bytes(
+    here: int,
+    sent: int,
+    received: int,
+    rows: int,
+    hidden: int,
+    width: int,
+    element: int,
+    activation: Activation = "swiglu",
+) -> int:
     """An upper bound on what a chunk takes at its worst moment, in the backward of its experts.
 
-    Kept since forward: the received tokens, gate and up products of its rows (2 · width). Made in backward: as much
-    again and three more activations of `width`, three of `hidden` a row, the gradients of tokens at both ends.
+    Kept since forward: the received tokens, the products of its rows. Made in backward: gradients of as many, further
+    activations of `width` (see WIDTHS), three of `hidden` a row, the gradients of tokens at both ends.
     Copies that `two_hop` and `leader` only pass on are not in it, nor are weights and their gradients. Without
     recompute the chunks' kept parts add up.
 
@@ -188,4 +202,5 @@ def chunk_bytes(here: int, sent: int, received: int, rows: int, hidden: int, wid
         here, sent, received: tokens of this rank, copies it sends, copies it gets. rows: expert rows it computes.
         hidden, width: of an expert on this rank. element: bytes of a number in the experts' products.
     """
-    return element * (hidden * (2 * here + 2 * sent + 4 * received) + rows * (3 * hidden + 7 * width)) + 32 * rows
+    per_row = 3 * hidden + WIDTHS[activation] * width
+    return element * (hidden * (2 * here + 2 * sent + 4 * received) + rows * per_row) + 32 * rows

@@ -19,7 +19,7 @@ def shard_stage(root: nn.Module, stage: Transformer, mesh: Mesh, free_after_forw
     Experts must be apart from their block: their weights have other replicas, and a unit's collectives may not fall
     between the two all-to-alls of its experts' backward.
     """
-    for block in stage.blocks():
+    for block in stage.all_blocks():
         if isinstance(block.mlp, MoELayer):
             experts = block.mlp.experts
             _shard(experts, mesh.expert_shard, free_after_forward, _expert_axis(mesh.layout.efsdp))
@@ -41,7 +41,8 @@ def _expert_axis(ranks: int) -> Any:
     """By whole experts where they divide evenly, else along the hidden size: padding experts would waste ranks."""
 
     def placement(parameter: nn.Parameter) -> Shard:
-        hidden = 3 if parameter.dim() == 4 else 1  # gate_up_proj [E, 2, H, D], down_proj [E, D, H]
+        # gate_up_proj [E, 2, H, D], down_proj [E, D, H], down_bias [E, D]; gate_up_bias [E, 2, H] has but its pair.
+        hidden = 3 if parameter.dim() == 4 else 1
         if parameter.shape[0] % ranks and parameter.shape[hidden] % ranks == 0:
             return Shard(hidden)
         return Shard(0)

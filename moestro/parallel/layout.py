@@ -173,11 +173,26 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.resolved_num_kv_heads,
         "model.intermediate_size": model.intermediate_size if not all(model.moe_layers) else None,
-        "model.moe.expert_hidden_size": moe.expert_hidden_size if moe else None,
     }
+    if moe is not None:
+        split = " / granularity" if moe.granularity > 1 else ""
+        widths[f"model.moe.expert_hidden_size{split}"] = moe.resolved_expert_hidden_size
+    if moe is not None and moe.expert_bias:  # of an expert's output, see `parts.py`
+        widths[f"model.{'moe.latent_size' if moe.latent_size else 'hidden_size'}"] = (
+            moe.latent_size or model.hidden_size
+        )
     for name, width in widths.items():
         if width is not None and width % tp:
             raise MoestroError(f"parallel.tp = {tp} does not divide {name} = {width}; change one of them")
+    whole = "cca" if model.cca else "attention_experts" if model.attention_experts else None
+    if whole is not None and tp > 1:
+        raise MoestroError(f"model.{whole} needs all heads on every rank, but parallel.tp = {tp}; set that to 1")
+    for part, there in (("depth", model.depth is not None), ("encoders", bool(model.encoders))):
+        if there and tp * cp > 1:
+            raise MoestroError(
+                f"model.{part} needs whole sequences on a rank, but parallel.tp = {tp} and parallel.cp = {cp}; "
+                "set both to 1"
+            )
     parts = tp * (2 * cp if cp > 1 else 1)
     if seq_len % parts:
         raise MoestroError(
@@ -188,10 +203,9 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
         raise MoestroError(
             f"parallel.ep = {ep} needs experts, but the model has no [model.moe]; add it or leave ep out"
         )
-    if moe is not None and moe.num_experts % ep:
-        raise MoestroError(
-            f"parallel.ep = {ep} does not divide model.moe.num_experts = {moe.num_experts}; change one of them"
-        )
+    if moe is not None and moe.resolved_num_experts % ep:
+        times = f" · granularity = {moe.resolved_num_experts}" if moe.granularity > 1 else f" = {moe.num_experts}"
+        raise MoestroError(f"parallel.ep = {ep} does not divide model.moe.num_experts{times}; change one of them")
     data, shards = dp * parallel.fsdp * cp, parallel.fsdp * cp
     if data % ep:
         raise MoestroError(

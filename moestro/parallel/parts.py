@@ -18,12 +18,21 @@ TP_AXIS = {
     "q_proj.weight": 0,
     "k_proj.weight": 0,
     "v_proj.weight": 0,
+    "q_b_proj.weight": 0,
+    "kv_b_proj.weight": 0,
+    "q_proj.bias": 0,
+    "k_proj.bias": 0,
+    "v_proj.bias": 0,
+    "self_attn.sinks": 0,
     "o_proj.weight": 1,
     "gate_proj.weight": 0,
     "up_proj.weight": 0,
     "down_proj.weight": 1,
     "experts.gate_up_proj": 2,
     "experts.down_proj": 2,
+    "experts.gate_up_bias": 2,
+    # Of the output, which tp does not cut: each rank adds a share of the columns, so that their sum has each once.
+    "experts.down_bias": 1,
 }
 
 

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from moestro.config import Config
+from moestro.model.transformer import stream_size
 from moestro.parallel.layout import MANY_STAGES
 from moestro.parallel.mesh import Mesh
 
@@ -38,7 +39,7 @@ class Pipeline:
         layout = mesh.layout
         self._numbers = torch.arange(layout.micro_batches)
         ids = (layout.micro_batch_size, config.data.seq_len // layout.sequence_ranks)
-        hidden = torch.empty(*ids, config.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(*ids, stream_size(config.model), dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(ids, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
         numbers, count = layout.stages_of(mesh.place.pp), len(layout.stages)

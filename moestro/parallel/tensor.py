@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moestro.parallel.comm import Group, all_gather, reduce_scatter
+from moestro.parallel.comm import Group, all_gather, rank_in, reduce_scatter, size_of
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,9 @@ class TensorRanks:
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         return reduce_scatter(x, dim, self.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        return all_gather(x.unsqueeze(0), 0, self.group).sum(0)
+
+    def part(self, x: Tensor) -> Tensor:
+        return x.tensor_split(size_of(self.group))[rank_in(self.group)]

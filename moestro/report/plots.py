@@ -7,6 +7,7 @@ import html
 import numpy as np
 
 from moestro.report.curves import smooth, thin
+from moestro.report.phases import batch_plot, mark_phases
 from moestro.report.read import FloatArray, RunData, number
 from moestro.report.style import BLUE, MUTED, ORANGE, PALE_BLUE, TEAL, Plot, curve, figure
 from moestro.report.text import grouped, plural, si
@@ -28,7 +29,7 @@ def learning_plots(run: RunData) -> list[Plot]:
         plots.append(_grad_norm(run))
     if any(np.isfinite(values).any() and values.any() for values in (train.aux_loss, train.z_loss)):
         plots.append(_router_losses(run))
-    return plots
+    return mark_phases([*plots, *batch_plot(train)], train)
 
 
 def speed_plots(run: RunData) -> list[Plot]:
@@ -44,7 +45,7 @@ def speed_plots(run: RunData) -> list[Plot]:
         drawn = figure(traces, unit)
         drawn.update_yaxes(rangemode="tozero")
         plots.append(Plot(key, title, _speed_caption(run, key), drawn))
-    return plots
+    return mark_phases(plots, run.train)
 
 
 def gap_note(run: RunData) -> str:

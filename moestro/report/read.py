@@ -49,6 +49,9 @@ class TrainSeries:
     tokens_per_s: FloatArray
     mfu: FloatArray  # fraction of the measured peak
     step_s: FloatArray
+    phase: FloatArray  # NaN in a run without phases, as the two that follow
+    seq_len: FloatArray
+    batch_tokens: FloatArray  # positions in a global batch
     layers: tuple[LayerSeries, ...]
 
 
@@ -250,10 +253,8 @@ def _column(records: Sequence[Record], key: str) -> FloatArray:
 
 def _train_series(by_step: dict[int, Record]) -> TrainSeries:
     records = list(by_step.values())
-    columns = {
-        key: _column(records, key)
-        for key in ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s")
-    }
+    keys = ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s")
+    columns = {key: _column(records, key) for key in (*keys, "phase", "seq_len", "batch_tokens")}
     return TrainSeries(step=np.array(list(by_step), dtype=np.int64), layers=_layers(records), **columns)
 
 

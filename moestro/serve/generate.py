@@ -7,7 +7,6 @@ from torch import Tensor
 
 from moestro.data.tokenizer import Tokenizer
 from moestro.errors import MoestroError
-from moestro.model.attention.cache import KVCache
 from moestro.model.transformer import Transformer
 
 
@@ -49,7 +48,7 @@ def _stream(
     model: Transformer, tokenizer: Tokenizer, ids: list[int], new: int, temperature: float, top_p: float, seed: int
 ) -> Iterator[str]:
     device = next(model.parameters()).device
-    cache = KVCache(model.config, 1, len(ids) + new, device, model.dtype)
+    cache = model.new_cache(1, len(ids) + new, device, model.dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     inputs = torch.tensor([ids], device=device)
     written: list[int] = []

@@ -16,7 +16,7 @@ from moestro.parallel.logical import model_tensors
 @dataclass(frozen=True)
 class LoadedRun:
     folder: Path
-    config: Config
+    config: Config  # as it is in the phase that the run is in
     model: Transformer  # in evaluation mode
     tokenizer: Tokenizer
     step: int
@@ -37,4 +37,6 @@ def load_run(folder: Path, device: str = "auto") -> LoadedRun:
         raise MoestroError(f"{folder} has no usable checkpoint{detail}")
     model = Transformer(config.model, DTYPES[config.train.dtype]).to(resolve_device(device))
     progress = load_checkpoint(path, model_tensors(model))
+    config = config.as_of(progress.step)
+    model.set_rope(config.model.rope)
     return LoadedRun(folder, config, model.eval(), Tokenizer.load(folder / "tokenizer.json"), progress.step)

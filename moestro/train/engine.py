@@ -1,6 +1,6 @@
 """What a step runs on: this rank's stages, their optimizers, and where the rank stands among the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from moestro.config import Config
 from moestro.data.batches import Batch
-from moestro.model.transformer import Transformer
+from moestro.model.transformer import Transformer, shares_embedding
 from moestro.optim.update import Update
-from moestro.parallel.build import DTYPES, build_stages, fill_stage
+from moestro.parallel.build import build_stages, fill_stage
 from moestro.parallel.context import SequenceSlices
 from moestro.parallel.fsdp import shard_stage
 from moestro.parallel.layout import ONE, Layout
@@ -36,8 +36,10 @@ class Engine:
         return [stage.model for stage in self.stages]
 
     def micro_batches(self, batches: list[Batch], shares: list[float], loss_scale: float) -> list[MicroBatch]:
+        mtp = self.models[0].config.mtp
+        depth = mtp.depth if mtp is not None else 0
         return [
-            micro_batch(batch, self.slices, self.device, self.seed, share, loss_scale)
+            micro_batch(batch, self.slices, self.device, self.seed, share, loss_scale, depth)
             for batch, share in zip(batches, shares, strict=True)
         ]
 
@@ -61,9 +63,8 @@ class Engine:
 
 def alone(model: Transformer, seed: int = 0) -> Engine:
     """The engine of one process around a model that is there already."""
-    balance = model.config.moe.balance if model.config.moe else None
     device = next(model.parameters()).device
-    stage = Stage(model, balance, None).train(model.training)
+    stage = Stage(model, None).train(model.training)
     return Engine([stage], build_mesh(ONE, device), device, None, None, seed)
 
 
@@ -74,24 +75,41 @@ def build_engine(config: Config, layout: Layout, device: torch.device) -> tuple[
     """
     mesh = build_mesh(layout, device)
     models, parts = build_stages(config, mesh)
-    slices = None
-    if layout.sequence_ranks > 1:
-        slices = SequenceSlices(mesh, config.data.seq_len, config.parallel.context, device)
-    balance = config.model.moe.balance if config.model.moe else None
-    stages = [Stage(model, balance, slices) for model in models]
+    slices = _slices(mesh, config, device)
+    stages = [Stage(model, slices) for model in models]
     if layout.fsdp > 1:
         for stage in stages:
             shard_stage(stage, stage.model, mesh, free_after_forward=layout.zero == 3)
     for model in models:
         fill_stage(model, parts, config, device)
-    pipeline = None
-    if layout.pp > 1:
-        from moestro.parallel.pipeline import Pipeline  # costs two seconds, which other layouts need not wait
-
-        pipeline = Pipeline(stages, mesh, config, device, DTYPES[config.train.dtype])
+    pipeline = _pipeline(stages, mesh, config, device)
     return Engine(stages, mesh, device, slices, pipeline, config.run.seed), parts
 
 
+def change_engine(engine: Engine, config: Config, layout: Layout) -> Engine:
+    """The engine with the same weights on the same ranks, for another sequence length, batch or rotary embedding."""
+    mesh = replace(engine.mesh, layout=layout)
+    slices = _slices(mesh, config, engine.device)
+    for stage in engine.stages:
+        stage.slices = slices
+        stage.model.set_rope(config.model.rope)
+    return replace(engine, mesh=mesh, slices=slices, pipeline=_pipeline(engine.stages, mesh, config, engine.device))
+
+
+def _slices(mesh: Mesh, config: Config, device: torch.device) -> SequenceSlices | None:
+    if mesh.layout.sequence_ranks == 1:
+        return None
+    return SequenceSlices(mesh, config.data.seq_len, config.parallel.context, device)
+
+
+def _pipeline(stages: list[Stage], mesh: Mesh, config: Config, device: torch.device) -> "Pipeline | None":
+    if mesh.layout.pp == 1:
+        return None
+    from moestro.parallel.pipeline import Pipeline  # costs two seconds, which other layouts need not wait
+
+    return Pipeline(stages, mesh, config, device, stages[0].model.stream_dtype)
+
+
 def build_update(config: Config, engine: Engine, parts: dict[str, Part]) -> Update:
-    tied = engine.mesh.ends if config.model.tie_embeddings else None
+    tied = engine.mesh.ends if shares_embedding(config.model) else None
     return Update(engine.models, config.optim, engine.mesh, parts, config.parallel.muon_exchange, tied)

@@ -59,6 +59,8 @@ def _full(batch: Batch, rows: int) -> Batch:
         return batch
     padded = {}
     for name, value in vars(batch).items():
-        padded[name] = torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
+        if name != "media":
+            padded[name] = torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
     padded["labels"][-missing:] = IGNORE
-    return Batch(**padded)
+    padded["input_ids"][-missing:] = padded["input_ids"][-missing:].clamp_min(0)  # without the first one's media
+    return Batch(**padded, media=batch.media)

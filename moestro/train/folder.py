@@ -17,7 +17,7 @@ from moestro.config import Config, load_config, to_toml
 from moestro.errors import MoestroError
 
 # Changing one of these between start and resume would continue another run than the one that was begun.
-FIXED = ("model.", "data.", "train.global_batch_size", "run.seed", "optim.name")
+FIXED = ("model.", "data.", "train.global_batch_size", "train.phases", "run.seed", "optim.name")
 FREE = ("data.cache_dir", "model.moe.experts", "model.attention")
 
 
@@ -76,7 +76,11 @@ class RunFolder:
 
     def refuse_changes(self, config: Config) -> None:
         """Raise MoestroError when `config` would not continue the run in this folder."""
-        old, new = _flat(self.config().model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+        begun = self.config()
+        if phases := len(begun.train.phases):  # more of them may be added
+            train = config.train.model_copy(update={"phases": config.train.phases[:phases]})
+            config = config.model_copy(update={"train": train})
+        old, new = _flat(begun.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
         for key in sorted(old.keys() | new.keys()):
             if key.startswith(FIXED) and key not in FREE and old.get(key) != new.get(key):
                 raise MoestroError(
@@ -151,6 +155,8 @@ def _git_state() -> tuple[str | None, bool | None]:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, list) and all(isinstance(item, dict) for item in tree):
+        tree = {str(i): item for i, item in enumerate(tree)}
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

@@ -9,29 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moestro.checkpoint.inspect import find_checkpoint
 from moestro.checkpoint.saver import AsyncSaver, Saved
 from moestro.checkpoint.store import Progress, load_checkpoint, newest_good, save_checkpoint
 from moestro.config import Config, count
 from moestro.data.batches import TrainStream, ValidationStream
 from moestro.data.prepare import PreparedData, prepare
 from moestro.data.reference import xz_bits_per_byte
+from moestro.data.tokenizer import Tokenizer
+from moestro.data.trim import trim_sources
 from moestro.errors import MoestroError
 from moestro.hardware.device import device_name, resolve_device, synchronize
 from moestro.hardware.peak import measure_gemm_flops
 from moestro.model.ops import product_dtype
-from moestro.optim.build import lr_factor
 from moestro.parallel.build import DTYPES, buffers
 from moestro.parallel.comm import Group, all_reduce, rank_in
 from moestro.parallel.experts import ExpertMix
-from moestro.parallel.layout import Layout, resolve_layout
 from moestro.parallel.logical import LogicalTensor
 from moestro.parallel.process import connected, world_size
-from moestro.train.engine import build_engine, build_update
+from moestro.train.engine import build_engine, build_update, change_engine
 from moestro.train.evaluate import EvalResult, evaluate
 from moestro.train.folder import RunFolder, environment
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
+from moestro.train.phases import Stretch, resolve_stretches
 from moestro.train.progress import TrainProgress
+from moestro.train.schedule import schedules
 from moestro.train.step import NonFiniteError, StepResult, train_step
 from moestro.train.together import agreed_signal, main_first, on_main
 from moestro.train.trackers import Trackers, check_trackers
@@ -52,16 +55,17 @@ def train(config: Config) -> TrainResult:
         MoestroError: for everything the user can mend, from a missing corpus to a loss that is not finite.
     """
     ranks = world_size()
-    layout = resolve_layout(config, ranks)
+    resolve_stretches(config, ranks)
     with connected(resolve_device(config.run.device), ranks) as device:
         world = dist.group.WORLD if ranks > 1 else None
         main = rank_in(world) == 0
         path = Path(config.run.dir) / config.run.name
         with _open(path, config.run.resume, world) as folder:
-            prepared = main_first(world, lambda: prepare(config.data))
-            config = _with_vocabulary(config, prepared)
+            prepared = main_first(world, lambda: prepare(config.data, encoders=config.model.encoders))
+            config = with_vocabulary(config, prepared)
             on_main(world, lambda: _begin(config, folder, prepared))
-            return _Trainer(config, layout, folder, prepared, device, main).run()
+            trimmed = main_first(world, lambda: _trimmed(config, prepared))
+            return _Trainer(config, ranks, folder, prepared, trimmed, device, main).run()
 
 
 def _open(path: Path, resume: str, world: Group) -> RunFolder:
@@ -78,6 +82,11 @@ def _open(path: Path, resume: str, world: Group) -> RunFolder:
 
     on_main(world, hold)
     return folder[0] if folder else RunFolder(path, main=False)
+
+
+def _trimmed(config: Config, prepared: PreparedData) -> list[tuple[PreparedData, list[str]]]:
+    """Each phase's data, and notes on what was trimmed."""
+    return [trim_sources(prepared, config.in_phase(number).data) for number in range(config.num_phases)]
 
 
 def _begin(config: Config, folder: RunFolder, prepared: PreparedData) -> None:
@@ -97,26 +106,32 @@ class _Trainer:
     def __init__(
         self,
         config: Config,
-        layout: Layout,
+        ranks: int,
         folder: RunFolder,
         prepared: PreparedData,
+        trimmed: list[tuple[PreparedData, list[str]]],
         device: torch.device,
         main: bool,
     ) -> None:
         self.config, self.folder, self.prepared, self.device, self.main = config, folder, prepared, device, main
-        self.stream = TrainStream(prepared, config.data, config.run.seed)
-        self.validation = ValidationStream(prepared, config.data)
-        self.engine, parts = build_engine(config, layout, device)
+        self.stretches, self.schedules = resolve_stretches(config, ranks), schedules(config)
+        self.stretch = first = self.stretches[0]
+        self.trimmed = [data for data, _ in trimmed]
+        self.notices = list(dict.fromkeys([*prepared.notices, *(note for _, notes in trimmed for note in notes)]))
+        batch_size = first.config.train.global_batch_size
+        self.stream = TrainStream(self.trimmed[0], first.config.data, config.run.seed, batch_size=batch_size)
+        self.validation = ValidationStream(prepared, first.config.data)
+        self.engine, parts = build_engine(first.config, first.layout, device)
         self.world: Group = self.engine.mesh.world
         self.update = build_update(config, self.engine, parts)
         self.saver = AsyncSaver(self.world) if config.train.async_checkpoints else None
-        self.counts = count(config.model, config.data.seq_len)
+        self.counts = count(config.model, first.config.data.seq_len)
         dtype = product_dtype(torch.empty(0, dtype=DTYPES[config.train.dtype], device=device))
         # All ranks measure at once, as they will compute: ranks that share a device share its rate.
         rate = torch.tensor(measure_gemm_flops(device, dtype), dtype=torch.float64)
         self.peak_flops = float(all_reduce(rate, self.world))
         self.progress = Progress(step=0, tokens=0, train_time_s=0.0)
-        self.moe_layers = [i for i, is_moe in enumerate(config.model.moe_layers) if is_moe]
+        self.moe_layers = [i for i, is_moe in enumerate(config.model.moe_blocks) if is_moe]
         self._environment(str(dtype).removeprefix("torch."))
 
     def run(self) -> TrainResult:
@@ -126,10 +141,11 @@ class _Trainer:
         evaluation = None
         try:
             with StopRequest() as stop, TrainProgress(train_config.steps, self.progress.step, self.main) as bar:
-                for note in (*self.prepared.notices, *notes, *self._layout_notes()):
+                for note in (*self.notices, *notes, *self._layout_notes()):
                     bar.say(note)
                 stopped = agreed_signal(self.world, stop.requested)
                 while self.progress.step < train_config.steps and not stopped:
+                    self._advance(bar)
                     self._step(bar, trackers)
                     stopped = agreed_signal(self.world, stop.requested)
                     step = self.progress.step
@@ -142,6 +158,7 @@ class _Trainer:
                 self._save_now()
                 finished = self.progress.step >= train_config.steps
                 if finished:
+                    self._advance(bar)  # a finished run that was resumed is still at its start
                     bar.say(f"evaluating all held-out text: {self.validation.num_sequences} sequences")
                     evaluation = self._evaluate(bar, trackers, None)
                     self._write_references()
@@ -158,20 +175,64 @@ class _Trainer:
         for file in ("metrics.jsonl", "events.jsonl"):
             self.folder.mend(file)
         if path is None:
-            self.folder.event("start", 0)
-            return notes
+            self.folder.event("start", 0, init_from=self.config.run.init_from)
+            return [*notes, *self._initialise()]
         self.progress = load_checkpoint(path, self._state(), self.world)
         self.update.after_load()
         self.folder.event("resume", self.progress.step, checkpoint=path.name)
         return [*notes, f"resumed from {path}"]
 
+    def _initialise(self) -> list[str]:
+        """Take the weights and the balancing state from run.init_from, if that is set; the optimizer starts anew."""
+        if self.config.run.init_from is None:
+            return []
+        path, notes = on_main(self.world, lambda: self._starting_point(Path(str(self.config.run.init_from))))
+        load_checkpoint(path, self.update.parameters_state() | buffers(self.engine.models), self.world)
+        self.update.after_load()
+        return [*notes, f"started from the weights of {path}"]
+
+    def _starting_point(self, source: Path) -> tuple[Path, list[str]]:
+        path, damaged = find_checkpoint(source)
+        tokenizer = path.parent.parent / "tokenizer.json"
+        if tokenizer.is_file() and Tokenizer.load(tokenizer).fingerprint != self.prepared.tokenizer.fingerprint:
+            raise MoestroError(
+                f"run.init_from = {source} was trained with another tokenizer; set data.tokenizer.kind=file "
+                f"data.tokenizer.path={tokenizer}"
+            )
+        return path, damaged
+
+    def _advance(self, bar: TrainProgress) -> None:
+        """Make ready for the next step if another stretch begins with it, or if a resumed run is in a later one."""
+        step = self.progress.step
+        for stretch in self.stretches:
+            if self.stretch.end <= stretch.first_step <= step:
+                self._enter(stretch)
+        stretch = self.stretch
+        if self.config.train.phases and step == min(s.first_step for s in self.stretches if s.phase == stretch.phase):
+            lr, settings = self._lr_factor(step) * self.config.optim.lr, stretch.settings
+            self.folder.event("phase", step, number=stretch.phase, **settings, lr=lr)
+            bar.say(f"phase {stretch.phase}: {', '.join(f'{key} {value}' for key, value in settings.items())}")
+
+    def _enter(self, stretch: Stretch) -> None:
+        config, before = stretch.config, self.stretch
+        batch_size = config.train.global_batch_size
+        self.stream = self.stream.then(self.trimmed[stretch.phase], config.data, stretch.first_sample, batch_size)
+        if config.data.seq_len != before.config.data.seq_len:
+            self.validation = ValidationStream(self.prepared, config.data)
+        self.engine = change_engine(self.engine, config, stretch.layout)
+        self.counts = count(config.model, config.data.seq_len)
+        self.stretch = stretch
+
+    def _lr_factor(self, step: int) -> float:
+        return next(s for s in reversed(self.schedules) if s.first_step <= step).factor(step)
+
     def _step(self, bar: TrainProgress, trackers: Trackers) -> None:
         config, step = self.config, self.progress.step
-        factor = lr_factor(step, config.train.steps, config.optim)
+        factor = self._lr_factor(step)
         self.update.set_learning_rate(factor)
         layout = self.engine.mesh.layout
         micro, mine = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
-        first = step * config.train.global_batch_size + self.engine.mesh.place.batch * mine
+        first = self.stretch.samples_before(step) + self.engine.mesh.place.batch * mine
         batches = [self.stream.batch(i, micro) for i in range(first, first + mine, micro)]
         start = time.perf_counter()
         try:
@@ -198,6 +259,9 @@ class _Trainer:
         now = self.progress
         mfu = result.tokens * self.counts.train_flops_per_token / step_s / self.peak_flops
         record = step_record(result, now.step, lr, now.tokens, step_s, now.train_time_s, mfu)
+        if self.config.train.phases:
+            at = self.stretch
+            record |= {"phase": at.phase, "seq_len": at.config.data.seq_len, "batch_tokens": at.batch_tokens}
         record["layers"] = [layer_record(i, load) for i, load in zip(self.moe_layers, result.layers, strict=True)]
         self.folder.append("metrics.jsonl", record)
         trackers.log(scalars(record), now.step)
@@ -207,7 +271,7 @@ class _Trainer:
     def _evaluate(self, bar: TrainProgress, trackers: Trackers, max_batches: int | None) -> EvalResult:
         size = self.engine.mesh.layout.micro_batch_size
         if max_batches is not None:  # counted in micro-batches of one process, so that every layout sees the same text
-            max_batches *= self.config.train.resolved_micro_batch_size // size
+            max_batches *= self.stretch.config.train.resolved_micro_batch_size // size
         result = evaluate(self.engine, self.validation, size, max_batches)
         record: dict[str, Any] = {"kind": "eval", "step": self.progress.step, **asdict(result)}
         self.folder.append("metrics.jsonl", record)
@@ -261,7 +325,7 @@ class _Trainer:
 
     def _environment(self, peak_dtype: str) -> None:
         data = {
-            "notices": self.prepared.notices,
+            "notices": self.notices,
             "skipped": self.prepared.skipped,
             "train_tokens": self.stream.tokens,
             "validation_bytes": self.validation.bytes,
@@ -286,8 +350,18 @@ class _Trainer:
             self.folder.write("references.json", json.dumps({"xz -9": xz_bits_per_byte(self.prepared)}))
 
 
-def _with_vocabulary(config: Config, prepared: PreparedData) -> Config:
+def with_vocabulary(config: Config, prepared: PreparedData) -> Config:
+    """The config with the size of the tokenizer's vocabulary, where it leaves that open.
+
+    Raises:
+        MoestroError: the model knows fewer token ids than the data have.
+    """
     size = prepared.tokenizer.vocab_size
+    if prepared.vocab_size > max(config.model.vocab_size or 0, size):
+        raise MoestroError(
+            f"sources bring token ids up to {prepared.vocab_size - 1}; set model.vocab_size to at least "
+            f"{prepared.vocab_size}"
+        )
     if config.model.vocab_size is None:
         return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
     if config.model.vocab_size < size:
@@ -307,7 +381,7 @@ def _check_prompts(config: Config, prepared: PreparedData) -> None:
 
 def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:
     """Raise MoestroError when the text is not the one this run was begun with; note it for the next time."""
-    checksums = json.dumps([shard.meta["tokens_crc32"] for shard in (*prepared.train, *prepared.validation)])
+    checksums = json.dumps([shard.checksum for shard in (*prepared.train, *prepared.validation)])
     note = folder.path / "data.json"
     if note.exists() and note.read_text() != checksums:
         raise MoestroError(

@@ -16,6 +16,8 @@ def step_record(
         "loss": result.loss.item(),
         "aux_loss": result.aux_loss.item(),
         "z_loss": result.z_loss.item(),
+        "other_loss": result.other_loss.item(),
+        "mtp_loss": result.mtp_loss.item(),
         "lr": lr,
         "grad_norm": result.grad_norm.item(),
         "tokens": total_tokens,

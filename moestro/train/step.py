@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moestro.data.batches import IGNORE, Batch
-from moestro.model.moe.balance import update_balance
+from moestro.model.moe.router import num_sums
 from moestro.parallel.comm import all_reduce
 from moestro.train.engine import Engine
 from moestro.train.stage import MicroBatch
@@ -29,9 +29,12 @@ class StepResult:
     loss: Tensor  # mean negative log likelihood of the predicted tokens, in nats
     aux_loss: Tensor  # mean over MoE layers, before its coefficient; 1 at uniform routing
     z_loss: Tensor  # mean over MoE layers, before its coefficient
+    # The other balance losses, mean over MoE layers, coefficients included; and that of a mixture of depths.
+    other_loss: Tensor
+    mtp_loss: Tensor  # of multi-token prediction, mean over its depths, before its coefficient
     grad_norm: Tensor  # before clipping
     tokens: int  # predicted tokens
-    layers: list[LayerLoad]  # of all MoE layers of the model
+    layers: list[LayerLoad]  # of all MoE blocks of the model
 
 
 class NonFiniteError(RuntimeError):
@@ -71,9 +74,9 @@ def train_step(engine: Engine, update: Updates, batches: list[Batch], grad_clip:
     update.zero_grad()
     for model in engine.models:
         for layer in model.moe_layers():
-            router = layer.router
-            load = figures.load[layer.layer]
-            update_balance(router.bias, router.bias_moments, router.global_load, load, router.balance)
+            layer.router.update_balance(figures.load[layer.layer], figures.sums[layer.layer])
+        for number, attention in model.head_experts().items():
+            attention.update_shares(figures.head_shares[number])
     return figures.result(grad_norm, tokens)
 
 
@@ -92,9 +95,13 @@ class _Figures:
     loss: Tensor
     aux: Tensor
     z: Tensor
-    load: Tensor  # [layers, E] pairs
-    dropped: Tensor  # [layers] pairs
-    entropy: Tensor  # [layers]
+    other: Tensor
+    mtp: Tensor
+    load: Tensor  # [blocks, E] pairs
+    dropped: Tensor  # [blocks] pairs
+    entropy: Tensor  # [blocks]
+    sums: Tensor  # [blocks, E, W], see `RouterStats`
+    head_shares: Tensor  # [blocks, groups of attention experts], see `HeadStats`
     moe_layers: list[int]
 
     def result(self, grad_norm: Tensor, tokens: int) -> StepResult:
@@ -102,7 +109,7 @@ class _Figures:
         for i in self.moe_layers:
             pairs = self.load[i].sum().clamp_min(1)
             layers.append(LayerLoad(self.load[i] / pairs, self.dropped[i] / pairs, self.entropy[i]))
-        return StepResult(self.loss, self.aux, self.z, grad_norm, tokens, layers)
+        return StepResult(self.loss, self.aux, self.z, self.other, self.mtp, grad_norm, tokens, layers)
 
 
 def _figures(engine: Engine, micro_batches: list[MicroBatch]) -> _Figures:
@@ -112,23 +119,35 @@ def _figures(engine: Engine, micro_batches: list[MicroBatch]) -> _Figures:
     have, of the loads, and of means that each rank has divided by the global count.
     """
     config = engine.models[0].config
-    moe_layers = [i for i, is_moe in enumerate(config.moe_layers) if is_moe]
-    experts = config.moe.num_experts if config.moe else 0
-    sums = torch.zeros(3 + config.num_layers * (experts + 2), device=engine.device)
-    loss, aux, z = sums[:3].unbind(0)
-    load, dropped, entropy = sums[3:].split([config.num_layers * n for n in (experts, 1, 1)])
-    load = load.view(config.num_layers, experts)
+    blocks, moe_layers = config.num_blocks, [i for i, is_moe in enumerate(config.moe_blocks) if is_moe]
+    experts = config.moe.num_choices if config.moe else 0
+    width = num_sums(config) if config.moe else 0
+    heads = config.attention_experts.num_experts if config.attention_experts else 0
+    everything = torch.zeros(5 + blocks * (experts * (1 + width) + 2 + heads), device=engine.device)
+    loss, aux, z, other, mtp = everything[:5].unbind(0)
+    sizes = (experts, 1, 1, experts * width, heads)
+    load, dropped, entropy, sums, head_shares = everything[5:].split([blocks * n for n in sizes])
+    load, sums = load.view(blocks, experts), sums.view(blocks, experts, width)
+    head_shares = head_shares.view(blocks, heads)
     for stage in engine.stages:
         layers = [layer.layer for layer in stage.model.moe_layers()]
         for number, outcome in stage.outcomes.items():
             share = micro_batches[number].share
             if outcome.nll is not None:
                 loss += outcome.nll
+            if outcome.mtp_nll is not None:
+                mtp += outcome.mtp_nll
+            if outcome.depth_loss is not None:
+                other += share * outcome.depth_loss
             for i, stats in zip(layers, outcome.router_stats, strict=True):
                 load[i] += stats.load
+                sums[i] += stats.sums
                 dropped[i] += stats.dropped
                 entropy[i] += share * stats.token_entropy
                 aux += share * stats.aux_loss / len(moe_layers)
                 z += share * stats.z_loss / len(moe_layers)
-    all_reduce(sums, engine.mesh.world)
-    return _Figures(loss, aux, z, load, dropped, entropy, moe_layers)
+                other += share * stats.other_loss / len(moe_layers)
+            for i, shares in zip(stage.model.head_experts(), outcome.head_shares, strict=True):
+                head_shares[i] += shares
+    all_reduce(everything, engine.mesh.world)
+    return _Figures(loss, aux, z, other, mtp, load, dropped, entropy, sums, head_shares, moe_layers)

@@ -71,7 +71,7 @@ def test_the_nearest_name_comes_from_the_same_section() -> None:
         ("optim__lr", float("nan"), "finite number"),
         ("optim__momentum", 1.0, "less than 1"),
         ("optim__decay_fraction", 1.1, "less than or equal to 1"),
-        ("model__qk_norm", "perhaps", "boolean"),
+        ("model__tie_embeddings", "perhaps", "boolean"),
         ("model__moe__router__jitter", 1.0, "less than 1"),
         ("data__sources__0__path", 3, "string"),
         ("data__sources__1__weight", -1.0, "greater than 0"),
@@ -257,9 +257,9 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
     overrides = [
         "train.steps=7",
         "optim.lr=1e-3",
-        "model.qk_norm=true",
+        "model.tie_embeddings=true",
         "model.moe.router.score=sigmoid",  # a section that the file does not have
-        "model.moe.top_k=[1, 2]",
+        "model.moe.top_k=[3, 2]",
         "data.sources.1.weight=5",
         "run.name=a=b",  # only the first = divides
         'run.dir="quoted"',
@@ -268,10 +268,10 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
     config = load_config(config_file(tmp_path), overrides).config
     assert config.train.steps == 7
     assert config.optim.lr == 1e-3
-    assert config.model.qk_norm is True
+    assert config.model.tie_embeddings is True
     assert config.model.moe is not None
     assert config.model.moe.router.score == "sigmoid"
-    assert config.model.moe.top_k == (1, 2)
+    assert config.model.moe.top_k == (3, 2)
     assert [source.weight for source in config.data.sources] == [1.0, 5.0]
     assert config.data.sources[0].path == "a.txt"
     assert config.run.name == "a=b"
@@ -280,7 +280,7 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_section_and_a_list_can_be_replaced_whole(tmp_path: Path) -> None:
-    overrides = ["model.moe={num_experts=2, expert_hidden_size=3, top_k=1}", "data.sources=[{path='c'}]"]
+    overrides = ["model.moe={num_experts=2, expert_hidden_size=3, top_k=2}", "data.sources=[{path='c'}]"]
     loaded = load_config(config_file(tmp_path, model__moe__num_shared_experts=3), overrides)
     assert loaded.config.model.moe is not None
     assert loaded.config.model.moe.num_shared_experts == 0
@@ -343,7 +343,7 @@ def test_describe_lists_every_setting_with_its_origin(tmp_path: Path) -> None:
     assert found["data.sources.1.weight"] == ("2.0", path)
     assert found["data.sources.1.text_key"] == ('"text"', "default")
     assert found["model.moe.router.score"] == ('"softmax"', "default")
-    assert found["model.qk_norm"] == ("false", "default")
+    assert found["model.qk_norm"] == ('"none"', "default")
     assert found["optim.betas"][1] == "default"
     # Every field of every section appears once.
     assert len(describe(loaded)) == len(found)
@@ -352,7 +352,7 @@ def test_describe_lists_every_setting_with_its_origin(tmp_path: Path) -> None:
 
 
 def test_describe_gives_one_line_a_setting(tmp_path: Path) -> None:
-    loaded = load_config(config_file(tmp_path, run__sample_prompts=["a", "b"], model__moe__top_k=[1, 2]))
+    loaded = load_config(config_file(tmp_path, run__sample_prompts=["a", "b"], model__moe__top_k=[3, 2]))
     assert [key for key, value, _ in describe(loaded) if "\n" in value] == []
 
 
@@ -402,9 +402,9 @@ SETTINGS = st.fixed_dictionaries(
         "description": TEXT,
         "model__head_dim": st.sampled_from([2, 6]),
         "model__vocab_size": st.integers(2, 10**6),
-        "model__qk_norm": st.booleans(),
-        "model__rope_theta": st.floats(1, 1e9),
-        "model__moe__top_k": st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 4), st.integers(1, 4)).map(list)),
+        "model__tie_embeddings": st.booleans(),
+        "model__norm_eps": st.floats(1, 1e9),
+        "model__moe__top_k": st.one_of(st.integers(2, 4), st.tuples(st.integers(2, 4), st.integers(2, 4)).map(list)),
         "model__moe__router__capacity_factor": st.floats(0.1, 8),
         "model__moe__router__score": st.sampled_from(["softmax", "sigmoid"]),
         "model__moe__balance__bias_rule": st.sampled_from(["none", "sign", "adamw"]),

@@ -16,8 +16,8 @@ MOE = {"num_experts": 4, "expert_hidden_size": 4}
     ("section", "settings", "says"),
     [
         (ModelConfig, DENSE | {"num_heads": 3}, "hidden_size = 8 is not divisible by num_heads = 3"),
-        (ModelConfig, DENSE | {"head_dim": 3}, "head_dim = 3 must be even"),
-        (ModelConfig, DENSE | {"hidden_size": 6}, "head_dim = 3 must be even"),
+        (ModelConfig, DENSE | {"head_dim": 3}, "head_dim = 3, of which 1.0 is rotated, must be even"),
+        (ModelConfig, DENSE | {"hidden_size": 6}, "head_dim = 3, of which 1.0 is rotated, must be even"),
         (ModelConfig, DENSE | {"num_heads": 4, "num_kv_heads": 3}, "num_heads = 4 is not divisible by num_kv_heads"),
         (ModelConfig, DENSE | {"num_kv_heads": 4}, "num_heads = 2 is not divisible by num_kv_heads = 4"),
         (ModelConfig, DENSE | {"intermediate_size": None}, "intermediate_size is needed"),
@@ -28,7 +28,7 @@ MOE = {"num_experts": 4, "expert_hidden_size": 4}
         ),
         (ModelConfig, DENSE | {"moe": MOE | {"first_k_dense": 4}}, "no layer is MoE: num_layers = 4"),
         (ModelConfig, DENSE | {"moe": MOE | {"every_n_layers": 5}}, "no layer is MoE"),
-        (ModelConfig, DENSE | {"moe": MOE | {"top_k": [1, 2]}}, "moe.top_k lists 2 values for 4 MoE layers"),
+        (ModelConfig, DENSE | {"moe": MOE | {"top_k": [2, 3]}}, "moe.top_k lists 2 values for 4 MoE layers"),
         (ModelConfig, DENSE | {"moe": MOE | {"top_k": []}}, "moe.top_k lists 0 values for 4 MoE layers"),
         (MoEConfig, MOE | {"top_k": 5}, "top_k = 5 must lie between 1 and num_experts = 4"),
         (MoEConfig, MOE | {"top_k": 0}, "top_k = 0 must lie between 1 and num_experts = 4"),
@@ -68,9 +68,9 @@ def test_which_layers_are_moe(moe: dict[str, int] | None, expected: str) -> None
 
 
 def test_top_k_of_each_layer_skips_dense_layers() -> None:
-    moe = MOE | {"first_k_dense": 1, "top_k": [1, 2, 3]}
+    moe = MOE | {"first_k_dense": 1, "top_k": [2, 3, 4]}
     config = ModelConfig.model_validate(DENSE | {"moe": moe})
-    assert [config.top_k_of_layer(layer) for layer in (1, 2, 3)] == [1, 2, 3]
+    assert [config.top_k_of_layer(layer) for layer in (1, 2, 3)] == [2, 3, 4]
     with pytest.raises(AssertionError):
         config.top_k_of_layer(0)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +16,15 @@ DENSE: dict[str, Any] = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "intermediate_size": 24,
-    "qk_norm": True,
+    "qk_norm": "head",
 }
 
 
 def model_config(moe: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:
-    """A tiny config; `moe` adds to four experts of width 12, top-2."""
+    """A tiny config; `moe` adds to four experts of width 12, top-2, whose weights are renormalised where that can be."""
     full = None if moe is None else {"num_experts": 4, "top_k": 2, "expert_hidden_size": 12} | moe
+    if full is not None and full["num_experts"] > 1 and np.min(full["top_k"]) == 1:
+        full["router"] = {"renormalize": False} | full.get("router", {})
     return ModelConfig.model_validate(DENSE | {"moe": full} | settings)
 
 

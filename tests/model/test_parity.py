@@ -48,7 +48,7 @@ def qwen3_moe() -> tuple[nn.Module, ModelConfig]:
     )
     return (
         transformers.Qwen3MoeForCausalLM(config),
-        ours(head_dim=6, qk_norm=True, intermediate_size=20, first_k_dense=1),
+        ours(head_dim=6, qk_norm="head", intermediate_size=20, first_k_dense=1),
     )
 
 

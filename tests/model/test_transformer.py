@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moestro.model.loss import IGNORE, linear_cross_entropy
-from moestro.model.mlp import SwiGLU
+from moestro.model.mlp import FeedForward
 from moestro.model.moe.layer import MoELayer
 from moestro.model.moe.router import TokenGroups
 from moestro.model.transformer import Block, ModelOutput, Transformer
@@ -62,7 +62,7 @@ def test_which_layers_are_moe(moe: dict[str, Any] | None, expected: str) -> None
     model = build(model_config(moe, num_layers=4))
     assert "".join("m" if isinstance(layer.mlp, MoELayer) else "d" for layer in model.blocks()) == expected
     assert [layer.layer for layer in model.moe_layers()] == [i for i, kind in enumerate(expected) if kind == "m"]
-    assert all(isinstance(layer.mlp, MoELayer | SwiGLU) for layer in model.blocks())
+    assert all(isinstance(layer.mlp, MoELayer | FeedForward) for layer in model.blocks())
     assert len(model(token_ids(1, 3)).router_stats) == expected.count("m")
 
 

@@ -15,7 +15,7 @@ from moestro.optim.muon import Muon
 
 def tiny(**settings: Any) -> Transformer:
     sizes = {
-        "vocab_size": 12, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 8, "qk_norm": True,
+        "vocab_size": 12, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 8, "qk_norm": "head",
         "moe": {"num_experts": 3, "expert_hidden_size": 4, "first_k_dense": 1, "num_shared_experts": 1},
     }  # fmt: skip
     model = Transformer(ModelConfig.model_validate(sizes | settings))

@@ -7,22 +7,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from model.attention.options import OPTIONS, attention
 from model.helpers import error, model_config, normal
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moestro.config import BalanceConfig, RouterConfig
+from moestro.config import ModelConfig
 from moestro.errors import MoestroError
-from moestro.model.attention.gqa import GroupedQueryAttention
-from moestro.model.attention.mask import CAUSAL, AttentionMask, attend, document_mask
+from moestro.model.attention.mask import attend, positions_of
 from moestro.model.moe.router import Router, Routing, TokenGroups
-from moestro.model.rope import rope_tables
 from moestro.model.shards import SequenceShard
 from moestro.parallel import context, ring
+from moestro.parallel.comm import all_reduce
 from moestro.parallel.context import SequenceSlices, _chunk_mask
 from moestro.parallel.layout import Layout
 from moestro.parallel.mesh import Mesh, build_mesh
+from moestro.parallel.parts import Part, part_of
+from moestro.parallel.tensor import TensorRanks
 
 CPU = torch.device("cpu")
 KINDS = ("all_gather", "ring")
@@ -54,8 +56,9 @@ def documents(batch: int, seq: int, seed: int) -> Tensor:
     return ids
 
 
-def visible(batch: int, seq: int, document_ids: Tensor | None) -> Tensor:
+def visible(batch: int, seq: int, document_ids: Tensor | None, window: int | None = None) -> Tensor:
     causal = torch.ones(seq, seq, dtype=torch.bool).tril().expand(batch, 1, seq, seq)
+    causal = causal if window is None else causal.triu(1 - window)
     return causal if document_ids is None else causal & (document_ids[:, None, :, None] == document_ids[:, None, None])
 
 
@@ -72,8 +75,10 @@ def check_all(rank: int, cp: int, tp: int) -> None:
     if cp > 1:
         check_attention_in_all_shapes(mesh)
         check_balance(mesh)
-        for kind, packed in itertools.product(KINDS, (False, True)):
-            check_module(mesh, kind, packed)
+    if cp in (2, 3) and tp == 1:
+        check_attention_options(mesh)
+    if cp * tp == 2 or tp == cp:
+        check_modules(mesh)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -89,6 +94,23 @@ def check_attention_in_all_shapes(mesh: Mesh) -> None:
             check_attention(mesh, kind, shape, torch.float64, 1e-10)
         check_attention(mesh, kind, (2, 4, 2, 5 * tp), torch.float32, 1e-5)
         check_attention(mesh, kind, (2, 4, 2, 4), torch.bfloat16, 3e-2)
+    ring.ROWS = 1024
+
+
+def check_attention_options(mesh: Mesh) -> None:
+    """Windows, sinks, scales, values of another width: each kind of mask is made once and then used by all layers."""
+    batch, heads, kv_heads, chunk = 2, 4, 2, 3
+    seq = 2 * mesh.layout.cp * chunk
+    settings: list[dict[str, Any]] = [{"window": window} for window in (2, chunk, chunk + 2, seq - 1, seq + 1)]
+    settings += [{"sinks": True}, {"scale": 0.8, "width": 7}, {"sinks": True, "window": 1, "scale": 0.3, "width": 2}]
+    for kind, rows in (("all_gather", 1024), ("ring", 1024), ("ring", 2)):
+        ring.ROWS = rows
+        slices = SequenceSlices(mesh, seq, kind, CPU)
+        for document_ids in (None, documents(batch, seq, seed=3)):
+            for options in settings:
+                case = (mesh.rank, kind, rows, options)
+                shape = (batch, heads, kv_heads)
+                compare_attention(slices, shape, seq, document_ids, torch.float64, 1e-10, case, **options)
     ring.ROWS = 1024
 
 
@@ -109,28 +131,49 @@ def compare_attention(
     dtype: torch.dtype,
     tolerance: float,
     case: tuple[Any, ...],
+    window: int | None = None,
+    scale: float | None = None,
+    width: int = 4,
+    sinks: bool = False,
 ) -> None:
     batch, heads, kv_heads = shape
-    whole = [normal(batch, n, seq, 4, seed=i, dtype=dtype) for i, n in enumerate((heads, kv_heads, kv_heads, heads))]
-    query, key, value = (x.double().clone().requires_grad_() for x in whole[:3])
-    expected = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible(batch, seq, document_ids), enable_gqa=True
-    )
-    (expected * whole[3].double()).sum().backward()
+    sizes = [(batch, heads, seq, 4), (batch, kv_heads, seq, 4), (batch, kv_heads, seq, width), (heads,)]
+    whole = [normal(*size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+    grad = normal(batch, heads, seq, width, seed=9, dtype=dtype)
+    query, key, value, sink = (x.double().clone().requires_grad_() for x in whole)
+    seen = visible(batch, seq, document_ids, window)
+    expected = whole_attention(query, key, value, seen, scale or 0.5, sink if sinks else None)
+    (expected * grad.double()).sum().backward()
 
     here = slices.context_positions
-    mine = [x[:, :, here].clone().requires_grad_() for x in whole[:3]]
-    out = slices.attend(*mine, document_ids)
-    (out * whole[3][:, :, here]).sum().backward()
+    mine = [x[:, :, here].clone().requires_grad_() for x in whole[:3]] + [whole[3].clone().requires_grad_()]
+    out = slices.attend(*mine[:3], document_ids, window, scale, mine[3] if sinks else None)
+    (out * grad[:, :, here]).sum().backward()
     assert out.dtype == dtype
     pairs = {"out": (out, expected)} | {
-        name: (m.grad, w.grad) for name, m, w in zip("qkv", mine, (query, key, value), strict=True)
+        name: (m.grad, w.grad) for name, m, w in zip("qkv", mine[:3], (query, key, value), strict=True)
     }
     for name, (found, wanted) in pairs.items():
         assert found is not None
         assert wanted is not None
         assert found.dtype == dtype
         assert error(found, wanted[:, :, here]) < tolerance, (*case, document_ids is not None, name)
+    if sinks:
+        assert mine[3].grad is not None
+        assert sink.grad is not None
+        all_reduce(mine[3].grad, slices._mesh.cp)
+        assert error(mine[3].grad, sink.grad) < tolerance, (*case, "sinks")
+
+
+def whole_attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """By the definition. seen: [batch, 1, seq, seq] bool; sinks: [heads] or None."""
+    group = query.shape[1] // key.shape[1]
+    scores = (query @ key.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
 
 
 def check_balance(mesh: Mesh) -> None:
@@ -163,14 +206,17 @@ def check_balance(mesh: Mesh) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("packed", [False, True])
-def test_flex_attention_gets_the_same_mask(packed: bool) -> None:
+@pytest.mark.parametrize(("keys", "window"), [(slice(0, 200), None), (slice(71, 200), 30)])
+def test_flex_attention_gets_the_same_mask(packed: bool, keys: slice, window: int | None) -> None:
     document_ids = documents(2, 300, seed=0) if packed else None
     query, key = normal(2, 4, 100, 8), normal(2, 2, 200, 8, seed=1)
-    masks = [_chunk_mask(100, 200, document_ids, CPU, flex) for flex in (False, True)]
-    assert masks[1].block is not None
-    with torch.no_grad():
-        dense, flex = (attend(query, key, key, mask) for mask in masks)
-    assert error(flex, dense) < 1e-6
+    expected = whole_attention(query, key, key, visible(2, 300, document_ids, window)[:, :, 100:200, :200], 0.5, None)
+    for flex in (False, True):
+        mask = _chunk_mask(100, keys, document_ids, window, CPU, flex)
+        assert (mask.block is not None) == flex
+        with torch.no_grad():
+            found = attend(query, key[:, :, keys], key[:, :, keys], mask, 0.5)
+        assert error(found, expected) < 1e-6
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -236,11 +282,11 @@ def check_halo(mesh: Mesh) -> None:
             short = convolve(slices, mine, kernel, 1)
             assert error(short, slices.take_context(expected)) > 1e-2
         with pytest.raises(MoestroError, match="longer sequences"):
-            slices.halo(mine, slices.context_positions.shape[0] // (2 if cp > 1 else 1) + 1)
+            slices.before(mine, slices.context_positions.shape[0] // (2 if cp > 1 else 1) + 1)
 
 
 def convolve(slices: SequenceSlices, x: Tensor, kernel: Tensor, n: int) -> Tensor:
-    halo = slices.halo(x, n)
+    halo = slices.before(x, n)
     batch, chunks = halo.shape[:2]
     padded = torch.cat((halo, x.unflatten(1, (chunks, -1))), 2).flatten(0, 1)
     out = F.conv1d(F.pad(padded.mT, (2 - n, 0)), kernel).mT
@@ -250,39 +296,48 @@ def convolve(slices: SequenceSlices, x: Tensor, kernel: Tensor, n: int) -> Tenso
 # --- a module --------------------------------------------------------------------------------------------------------
 
 
-def check_module(mesh: Mesh, kind: Any, packed: bool) -> None:
-    batch, seq = 2, 8 * mesh.layout.cp
-    module = GroupedQueryAttention(model_config())
-    for i, p in enumerate(module.parameters()):
-        p.data = normal(*p.shape, seed=i, dtype=torch.float64) / 4
+MODULES = ("norm of heads", "olmoe", "gpt-oss")  # of OPTIONS, those that together use all
+
+
+def check_modules(mesh: Mesh) -> None:
+    for name, kind, packed in itertools.product(MODULES, KINDS if mesh.layout.cp > 1 else KINDS[:1], (False, True)):
+        check_module(mesh, model_config(**OPTIONS[name]), kind, packed)
+
+
+def check_module(mesh: Mesh, config: ModelConfig, kind: Any, packed: bool) -> None:
+    """Attention over whole sequences, and with positions cut by cp, and heads and positions by tp."""
+    batch, seq, case = 2, 8 * mesh.layout.cp * mesh.layout.tp, (config.qk_norm, config.sliding_window, kind, packed)
     slices = SequenceSlices(mesh, seq, kind, CPU)
     document_ids = documents(batch, seq, seed=1) if packed else None
-    positions = torch.arange(seq).expand(batch, -1)
+    places = torch.arange(seq).expand(batch, -1)
     x, grad = (normal(batch, seq, 16, seed=seed, dtype=torch.float64) for seed in (8, 9))
-    whole = x.clone().requires_grad_()
-    mask = CAUSAL if document_ids is None else document_mask(document_ids, "sdpa")
-    expected = module(whole, rope_tables(positions, 4, 1e4), mask)
-    (expected * grad).sum().backward()
-    assert whole.grad is not None
-    wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
 
-    mine = slices.take_context(x).requires_grad_()
-    mask = AttentionMask(context=slices, documents=document_ids)
-    rope = rope_tables(slices.take_context(positions), 4, 1e4)
-    if mesh.layout.world_size == 2:  # attention runs again in backward; once, because the first use imports for seconds
-        found = checkpoint(module, mine, rope, mask, use_reentrant=False)
+    whole, module = x.clone().requires_grad_(), attention(config, dtype=torch.float64)
+    expected = module(whole, positions_of(config.layer_type(0), config, places, document_ids, None, None))
+    (expected * grad).sum().backward()
+    wanted = {name: p.grad for name, p in module.named_parameters()}
+
+    part, parts = attention(config, dtype=torch.float64), dict[str, Part]()
+    for name, p in part.named_parameters():
+        parts[name] = part_of(f"layers.0.self_attn.{name}", p.shape, mesh.layout, mesh.place)
+        p.data = parts[name].of(p.data)
+    part.tp = TensorRanks(mesh.tp) if mesh.layout.tp > 1 else None
+    mine, here = slices.take(x).requires_grad_(), slices.take_context(places)
+    positions = positions_of(config.layer_type(0), config, here, document_ids, None, slices)
+    if config.qk_norm == "head":  # attention runs again in backward; once, because the first use imports for seconds
+        found = checkpoint(part, mine, positions, use_reentrant=False)
     else:
-        found = module(mine, rope, mask)
-    (found * slices.take_context(grad)).sum().backward()
-    assert mine.grad is not None
+        found = part(mine, positions)
+    (found * slices.take(grad)).sum().backward()
     # Rotations are computed in fp32 from the same angles, so that the rest may agree to fp64.
-    assert error(found, slices.take_context(expected)) < 1e-10
-    assert error(mine.grad, slices.take_context(whole.grad)) < 1e-10
-    for p, want in zip(module.parameters(), wanted, strict=True):
+    assert whole.grad is not None
+    assert mine.grad is not None
+    assert error(found, slices.take(expected)) < 1e-10, case
+    assert error(mine.grad, slices.take(whole.grad)) < 1e-10, case
+    for name, p in part.named_parameters():
         assert p.grad is not None
-        dist.all_reduce(p.grad, group=mesh.cp)
-        assert error(p.grad, want) < 1e-10
+        all_reduce(p.grad, mesh.data if parts[name].group == "data" else mesh.tokens)
+        assert error(p.grad, parts[name].of(wanted[name])) < 1e-10, (*case, name)
 
 
 # --- router ----------------------------------------------------------------------------------------------------------
@@ -297,12 +352,12 @@ def check_routers(mesh: Mesh) -> None:
         {"group_size": 7, "jitter": 0.2, "top_k_before_score": True},
     ]
     for scope, settings, padded in itertools.product(scopes, routers, (False, True)):
-        check_router(mesh, RouterConfig(**settings), BalanceConfig(aux_scope=scope, bias_rule="sign"), padded)
+        check_router(mesh, {"router": settings, "balance": {"aux_scope": scope, "bias_rule": "sign"}}, padded)
 
 
-def check_router(mesh: Mesh, config: RouterConfig, balance: BalanceConfig, padded: bool) -> None:
-    batch, seq, width, experts = 3, 4 * mesh.layout.cp * mesh.layout.tp, 6, 4
-    router = Router(width, experts, 2, config, balance)
+def check_router(mesh: Mesh, moe: dict[str, Any], padded: bool) -> None:
+    batch, seq, width, experts = 3, 4 * mesh.layout.cp * mesh.layout.tp, 16, 4
+    router = Router(model_config(moe), 1)
     router.weight.data = normal(experts, width, seed=1, dtype=torch.float64)
     router.bias.copy_(normal(experts, seed=2) / 4)
     router.global_load.copy_(normal(experts, seed=3).softmax(0))
@@ -314,7 +369,7 @@ def check_router(mesh: Mesh, config: RouterConfig, balance: BalanceConfig, padde
     def run(x: Tensor, grad: Tensor, groups: TokenGroups) -> tuple[Routing, Tensor, Tensor]:
         x = x.clone().requires_grad_()
         router.zero_grad()
-        routing = router(x, groups, layer=1)
+        routing, _ = router(x, groups)
         stats = routing.stats
         (stats.aux_loss + 0.1 * stats.z_loss + (routing.weights * grad).sum()).backward()
         assert x.grad is not None
@@ -325,7 +380,7 @@ def check_router(mesh: Mesh, config: RouterConfig, balance: BalanceConfig, padde
     part, grad_x_here, grad_weight_here = run(
         slices.mine(x), slices.mine(grad), TokenGroups(seq, valid, seeds, shard=slices)
     )
-    case = (config, balance, padded)
+    case = (moe, padded)
     assert torch.equal(part.expert_ids, slices.mine(whole.expert_ids)), case
     assert error(part.weights, slices.mine(whole.weights)) < 1e-12, case
     assert error(grad_x_here, slices.mine(grad_x)) < 1e-10, case
@@ -335,5 +390,5 @@ def check_router(mesh: Mesh, config: RouterConfig, balance: BalanceConfig, padde
         total = getattr(part.stats, name).detach().clone()
         dist.all_reduce(total)
         assert error(total, getattr(whole.stats, name)) < (1e-6 if name == "token_entropy" else 1e-12), (name, case)
-    if config.capacity_factor is not None:
+    if "capacity_factor" in moe["router"]:
         assert whole.stats.dropped > 0, case  # or nothing was tested

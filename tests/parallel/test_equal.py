@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
+from moestro.config import Config
 from moestro.optim.update import Update
 from moestro.parallel.layout import resolve_layout
 from moestro.train.engine import Engine, build_engine, build_update
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 QUICK = {2: 22, 4: 14, 8: 6}
 
 
-def trainer(config: Any, world_size: int) -> tuple[Engine, Update]:
+def trainer(config: Config, world_size: int) -> tuple[Engine, Update]:
     engine, parts = build_engine(config, resolve_layout(config, world_size), CPU)
     engine.train()
     return engine, build_update(config, engine, parts)
@@ -41,6 +42,8 @@ def figures(result: StepResult) -> dict[str, Any]:
         "loss": float(result.loss),
         "aux_loss": float(result.aux_loss),
         "z_loss": float(result.z_loss),
+        "other_loss": float(result.other_loss),
+        "mtp_loss": float(result.mtp_loss),
         "grad_norm": float(result.grad_norm),
         "tokens": result.tokens,
         "load": torch.stack([layer.load for layer in result.layers]),
@@ -51,10 +54,13 @@ def figures(result: StepResult) -> dict[str, Any]:
 
 def train_alone(model: str, optimizer: str) -> dict[str, Any]:
     """The reference: what one process computes. The first moments after one step are the clipped gradients, scaled."""
-    config = make_config(model, optimizer)
+    return reference_of(make_config(model, optimizer), STEPS)
+
+
+def reference_of(config: Config, count: int) -> dict[str, Any]:
     engine, update = trainer(config, 1)
     steps, moments = [], {}
-    for step in range(STEPS):
+    for step in range(count):
         steps.append(figures(one_step(engine, update, step)))
         if step == 0:
             moments = {n: t.chunks[0].tensor.clone() for n, t in update.state().items() if is_moment(n)}
@@ -66,7 +72,7 @@ def is_moment(name: str) -> bool:
     return name.endswith((".exp_avg", ".momentum_buffer"))
 
 
-def differences(case: Case, reference: dict[str, Any], steps: int = STEPS) -> list[str]:
+def differences(case: Any, reference: dict[str, Any], steps: int = STEPS, limit: float = 1e-5) -> list[str]:
     """What this rank sees that one process does not. Never raises, so that ranks stay in step."""
     found = []
     config = case.config()
@@ -74,20 +80,20 @@ def differences(case: Case, reference: dict[str, Any], steps: int = STEPS) -> li
     for step in range(steps):
         got, expected = figures(one_step(engine, update, step)), reference["steps"][step]
         where = f"{case.name}, step {step + 1}: "
-        for name in ("tokens", "loss", "aux_loss", "z_loss", "grad_norm"):
-            limit = 1e-5 if step == 0 or name == "loss" else 1e-4
-            if got[name] != pytest.approx(expected[name], rel=limit):
+        for name in ("tokens", "loss", "aux_loss", "z_loss", "other_loss", "mtp_loss", "grad_norm"):
+            allowed = 1e-5 if step == 0 or name == "loss" else 1e-4
+            if got[name] != pytest.approx(expected[name], rel=allowed, abs=1e-7):
                 found.append(f"{where}{name} {got[name]} instead of {expected[name]}")
         for name in ("load", "dropped", "entropy"):
             if not torch.allclose(got[name], expected[name], rtol=1e-5, atol=1e-6):
                 found.append(where + name)
         if step == 0:
-            found += unlike(update, reference["moments"], where)
+            found += unlike(update, reference["moments"], where, limit)
     return found
 
 
-def unlike(update: Update, moments: dict[str, torch.Tensor], where: str) -> list[str]:
-    """First moments of which a box differs from its place in the whole by 1e-5 of the whole's largest entry."""
+def unlike(update: Update, moments: dict[str, torch.Tensor], where: str, limit: float = 1e-5) -> list[str]:
+    """First moments of which a box differs from its place in the whole by `limit` of the whole's largest entry."""
     found = []
     for name, logical in update.state().items():
         if not is_moment(name):
@@ -96,7 +102,7 @@ def unlike(update: Update, moments: dict[str, torch.Tensor], where: str) -> list
         for chunk in logical.chunks:
             place = tuple(slice(s, s + n) for s, n in zip(chunk.start, chunk.tensor.shape, strict=True))
             error = (chunk.tensor - whole[place]).abs().max() / whole.abs().max()
-            if logical.shape != whole.shape or not error < 1e-5:
+            if logical.shape != whole.shape or not error < limit:
                 found.append(f"{where}{name} differs by {error:.1e}")
     return found
 

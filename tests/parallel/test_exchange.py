@@ -25,7 +25,7 @@ from papers.live_bytes import LiveBytes
 
 HIDDEN, WIDTH = 6, 4
 BACKENDS = ("all_to_all", "all_gather", "leader", "two_hop")
-NO_STATS = RouterStats(*(torch.zeros(()),) * 6)
+NO_STATS = RouterStats(*(torch.zeros(()),) * 8)
 
 
 def layout(ep: int, tp: int = 1, dp: int | None = None, ranks_per_node: int = 2) -> Layout:

@@ -1,7 +1,7 @@
 """Experts on several ranks and in chunks, against one process that takes all tokens at once."""
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,14 +9,20 @@ import torch._dynamo  # checkpoint() imports it when first called: seconds, paid
 from distributed import run_ranks
 from torch import Tensor
 
-from moestro.config import ParallelConfig, TrainConfig
+from moestro.config import Config, ParallelConfig, TrainConfig
+from moestro.config.moe import Activation
 from moestro.model.moe.dispatch import Dispatch
 from moestro.model.moe.experts import Experts
-from moestro.model.moe.router import Routing
+from moestro.model.moe.layer import mix
+from moestro.model.moe.router import Routing, TokenGroups
+from moestro.parallel import comm
+from moestro.parallel.build import build_model, build_stages, fill_stage
 from moestro.parallel.exchange import Exchange, build_exchange
 from moestro.parallel.experts import ExpertMix, boundaries, chunk_bytes, worst_rows
+from moestro.parallel.layout import resolve_layout
 from moestro.parallel.mesh import Mesh, build_mesh
 from papers.live_bytes import LiveBytes
+from parallel.cases import make_config
 from parallel.test_exchange import (
     BACKENDS,
     NO_STATS,
@@ -184,6 +190,56 @@ def check_memory(rank: int, ranks: int) -> None:
         assert rank > 0 or peaks[1] > budget, f"{implementation}: {peaks}"
 
 
+# Of a layer with 8 experts of width 16 on a hidden size of 32.
+LAYERS: dict[str, dict[str, Any]] = {
+    "biases": {"activation": "clamped_swiglu", "activation_limit": 1.0, "expert_bias": True},
+    "latent": {
+        "activation": "relu2",
+        "expert_bias": True,
+        "latent_size": 12,
+        "granularity": 4,
+        "num_shared_experts": 1,
+    },
+    "nothing here": {"activation": "geglu", "expert_bias": True, "top_k": 1, "router": {"renormalize": False}},
+}
+
+
+def check_layers(rank: int, sizes: dict[str, int]) -> None:
+    """A layer as training builds it on these ranks, and the same in one process: outputs and all gradients."""
+    for name, moe in LAYERS.items():
+        settings = make_config("bias", "adamw", parallel=sizes).model_dump()
+        settings["model"]["moe"] |= {"balance": {}, "router": {}, "top_k": 2} | moe
+        config = Config.model_validate(settings)
+        mesh = build_mesh(resolve_layout(config, 2, ranks_per_node=2), CPU)
+        whole, ((stage,), parts) = build_model(config, CPU), build_stages(config, mesh)
+        fill_stage(stage, parts, config, CPU)
+        prefix, theirs, ours = "layers.2.mlp.", whole.layers["2"].mlp, stage.layers["2"].mlp
+        with torch.no_grad():
+            for i, (parameter, value) in enumerate(theirs.named_parameters()):
+                value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(i)) / 2)
+                ours.get_parameter(parameter).copy_(parts[prefix + parameter].of(value))
+        x, upstream = torch.randn(2, 2, 6, 32, generator=torch.Generator().manual_seed(0))
+        if name == "nothing here":
+            x[1] = x[0, 0]  # all tokens of rank 1 are one, so that most experts get none
+        mine = x[rank : rank + 1].clone().requires_grad_()
+        x.requires_grad_()
+        expected, *_ = theirs(x, TokenGroups(6))
+        out, *_ = ours(mine, TokenGroups(6))
+        expected.backward(upstream)
+        out.backward(upstream[rank : rank + 1])
+        assert x.grad is not None
+        found = {"out": (out, expected[rank : rank + 1]), "x": (mine.grad, x.grad[rank : rank + 1])}
+        for parameter, value in ours.named_parameters():
+            part, grad = parts[prefix + parameter], theirs.get_parameter(parameter).grad
+            assert grad is not None
+            assert value.grad is not None, f"{name}, {sizes}: {parameter} has no gradient"
+            found[parameter] = comm.all_reduce(value.grad, getattr(mesh, part.group)), part.of(grad)
+        for what, (one, other) in found.items():
+            torch.testing.assert_close(
+                one, other, rtol=1e-5, atol=1e-5, msg=lambda m, at=f"{name}, {sizes}, {what}": f"{at}: {m}"
+            )
+
+
 class Counting(Experts):
     """Knows how often it was called: FSDP gathers the weights at each call, so all ranks must make as many."""
 
@@ -230,6 +286,8 @@ def check_2_ranks(rank: int) -> None:
     check_memory(rank, 2)
     check_calls(rank)
     check_recompute_sends_once_more(rank)
+    for sizes in ({"dp": 2, "ep": 2}, {"tp": 2}):
+        check_layers(rank, sizes)
 
 
 def check_4_ranks(rank: int) -> None:
@@ -243,6 +301,26 @@ def test_one_process(way: dict[str, Any]) -> None:
     world = make_world(cases(1)["holes"])
     mixing = make_mix(build_mesh(layout(1), CPU), None, 2, **way)
     assert_close(run_mix(mixing, *world.mine(0), world.experts_of(1, 0)), world.whole, "chunks")
+
+
+@pytest.mark.parametrize("hidden", [4, 32])
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("implementation", ["segmented", "grouped"])
+def test_chunk_bytes_is_a_bound(implementation: Any, activation: Activation, hidden: int) -> None:
+    """Also where a row's activations are all that counts, because the hidden size is small beside the width."""
+    tokens, width = 512, 64
+    x, weights = torch.randn(tokens, hidden, requires_grad=True), torch.rand(tokens, 2, requires_grad=True)
+    ids, grad = random_ids(tokens, 2, 2, 0), torch.randn(tokens, hidden)
+    experts = Experts(2, hidden, width, implementation, activation, bias=True)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight)
+    with LiveBytes() as live:
+        mix(x, Routing(ids, weights, NO_STATS), experts).backward(grad)
+    # The result, the gradients of x and of the weights, one of them also while it is cast.
+    outside = 2 * x.numel() * 4 + 2 * sum(weight.numel() * 4 for weight in experts.parameters())
+    bound = chunk_bytes(tokens, 0, 0, 2 * tokens, hidden, width, 4, activation)
+    assert live.peak - outside <= bound
+    assert live.peak > bound / 2
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 8, 1000])

@@ -49,6 +49,16 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         {"tp": 2, "model.moe.expert_hidden_size": 9},
         "parallel.tp = 2 does not divide model.moe.expert_hidden_size = 9",
     ),
+    "width of split experts": (
+        4,
+        {"tp": 4, "model.moe.granularity": 4},
+        "parallel.tp = 4 does not divide model.moe.expert_hidden_size / granularity = 2",
+    ),
+    "biases of latent experts": (
+        2,
+        {"tp": 2, "model.moe.expert_bias": True, "model.moe.latent_size": 9},
+        "parallel.tp = 2 does not divide model.moe.latent_size = 9",
+    ),
     "sequence by tp": (2, {"tp": 2, "data.seq_len": 9}, "data.seq_len = 9 .* make it a multiple of 2"),
     "sequence by cp": (2, {"cp": 2, "data.seq_len": 10}, "parallel.cp = 2 .* make it a multiple of 4"),
     "sequence by both": (4, {"cp": 2, "tp": 2, "data.seq_len": 12}, "make it a multiple of 8"),
@@ -61,6 +71,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         3,
         {"ep": 3, "train.global_batch_size": 3},
         "parallel.ep = 3 does not divide model.moe.num_experts = 8",
+    ),
+    "split experts": (
+        3,
+        {"ep": 3, "model.moe.granularity": 2, "train.global_batch_size": 3},
+        "parallel.ep = 3 does not divide model.moe.num_experts · granularity = 16",
     ),
     "ep and data": (4, {"ep": 4, "tp": 4}, "parallel.ep = 4 does not divide the dp · fsdp · cp = 1 ranks"),
     "ep and fsdp": (
@@ -254,3 +269,10 @@ def test_describes_itself() -> None:
     assert resolve_layout(config(), 1).describe() == "one process"
     assert resolve_layout(config(parallel__pp=2), 2).describe() == "pp=2"
     assert resolve_layout(config(parallel__tp=2, parallel__ep=2), 4).describe() == "dp=2 tp=2 ep=2 zero=1"
+
+
+def test_experts_are_dealt_out_after_their_split() -> None:
+    ranks = {"parallel__ep": 8, "parallel__dp": 8}
+    assert resolve_layout(config(model__moe__num_experts=2, model__moe__granularity=4, **ranks), 8).ep == 8
+    with pytest.raises(MoestroError, match=r"num_experts = 2"):
+        resolve_layout(config(model__moe__num_experts=2, **ranks), 8)

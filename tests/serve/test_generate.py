@@ -10,6 +10,7 @@ from train.helpers import WORDS, model_config
 
 from moestro.data.tokenizer import Tokenizer
 from moestro.errors import MoestroError
+from moestro.model.attention.cache import LayerCache
 from moestro.model.transformer import Transformer
 from moestro.serve import generate as generate_module
 from moestro.serve.generate import generate, sample
@@ -68,7 +69,7 @@ class TestGreedy:
         "changes",
         [
             {},
-            {"num_kv_heads": 1, "qk_norm": True},
+            {"num_kv_heads": 1, "qk_norm": "head"},
             {"moe": {"router": {"score": "sigmoid"}, "balance": {"bias_rule": "sign"}, "num_shared_experts": 1}},
             {"moe": {"router": {"jitter": 0.5}}},
             {"moe": None, "intermediate_size": 24, "tie_embeddings": True},
@@ -88,8 +89,12 @@ class TestGreedy:
     def test_a_wrong_cache_would_be_caught(self, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make(vocab_size=bpe.vocab_size)
         expected = bpe.decode(naive(model, bpe, PROMPT, 25))
-        real = generate_module.KVCache.length
-        monkeypatch.setattr(generate_module.KVCache, "length", property(lambda c: max(real.fget(c) - 1, 0)))  # type: ignore[attr-defined]
+        real = LayerCache.append
+
+        def forgetful(cache: LayerCache, **new: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {name: entries[..., :-1, :] for name, entries in real(cache, **new).items()}
+
+        monkeypatch.setattr(LayerCache, "append", forgetful)
         with pytest.raises((AssertionError, RuntimeError)):
             assert printable("".join(generate(model, bpe, PROMPT, 25, temperature=0))) == printable(expected)
 

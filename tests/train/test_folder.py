@@ -135,7 +135,7 @@ class TestConfig:
             {},
             {"train": {"micro_batch_size": None, "eval_every": 3}, "optim": {"betas": [0.8, 0.99]}},
             {"run": {"sample_prompts": ['with "quotes"', "ünï\ncode"], "trackers": ["tensorboard"]}},
-            {"model": {"moe": {"top_k": [1, 2], "router": {"capacity_factor": 1.25, "group_size": 8}}}},
+            {"model": {"moe": {"top_k": [2, 3], "router": {"capacity_factor": 1.25, "group_size": 8}}}},
             {"model": {"moe": None, "intermediate_size": 32}},
         ],
         ids=lambda changes: ",".join(changes) or "plain",

@@ -259,7 +259,7 @@ class TestResume:
         ("change", "key"),
         [
             ({"model": {"hidden_size": 32}}, r"model\.hidden_size = 16, now it is 32"),
-            ({"model": {"moe": {"top_k": 1}}}, r"model\.moe\.top_k"),
+            ({"model": {"moe": {"top_k": 3}}}, r"model\.moe\.top_k"),
             ({"model": {"moe": {"balance": {"aux_coef": 0.5}}}}, r"model\.moe\.balance\.aux_coef"),
             ({"model": {"vocab_size": 300}}, r"model\.vocab_size"),
             ({"data": {"seq_len": 16}}, r"data\.seq_len"),

@@ -42,7 +42,7 @@ def balance_loss(
 
     Args:
         shares: [T, E] scores that sum to one over the experts; carries the gradient.
-        expert_ids: [T, K] chosen experts; with `places`, those of all tokens [T', K].
+        expert_ids: [T, K] chosen experts, E for none; with `places`, those of all tokens [T', K].
         seq_len, group_size: tokens of a set for the scopes `sequence` and `group`.
         valid: [T] bool or None; tokens that are False count nowhere. With `places`, of all tokens [T'].
         global_load: [E] shares of the previous step's pairs, for the scope `global_batch`.
@@ -59,12 +59,13 @@ def balance_loss(
     num_groups = -(-tokens // size)
     members = shares.new_zeros(num_groups).index_add(0, group, weight)
     mean = shares.new_zeros(num_groups, num_experts).index_add(0, group_here, shares * here.unsqueeze(1))
-    pairs = (group.unsqueeze(1) * num_experts + expert_ids).reshape(-1)
-    chosen = shares.new_zeros(num_groups * num_experts).index_add(
+    pairs = (group.unsqueeze(1) * (num_experts + 1) + expert_ids).reshape(-1)
+    chosen = shares.new_zeros(num_groups * (num_experts + 1)).index_add(
         0, pairs, weight.repeat_interleave(expert_ids.shape[1])
     )
-    # Σ over groups of members · E · Σ_i (chosen_i / (members · K)) · (mean_i / members), over all members.
-    product = (chosen.view(num_groups, num_experts) * mean).sum(1) / (members.clamp_min(1) * expert_ids.shape[1])
+    chosen = chosen.view(num_groups, num_experts + 1)[:, :num_experts]
+    # Σ over groups of members · E · Σ_i (chosen_i / all chosen) · (mean_i / members), over all members.
+    product = (chosen * mean).sum(1) / chosen.sum(1).clamp_min(1)
     return num_experts * product.sum() / members.sum().clamp_min(1)
 
 
@@ -89,22 +90,31 @@ def masked_mean(values: Tensor, valid: Tensor | None, count: Tensor | int | None
 
 
 @torch.no_grad()
-def update_balance(bias: Tensor, moments: Tensor, global_load: Tensor, load: Tensor, config: BalanceConfig) -> None:
+def update_balance(
+    bias: Tensor,
+    moments: Tensor,
+    global_load: Tensor,
+    load: Tensor,
+    config: BalanceConfig,
+    target: Tensor | None = None,
+) -> None:
     """Move the selection bias by one step and remember the load, in place.
 
     `sign` (DeepSeek-V3, arXiv 2412.19437): up for experts below the mean load, down for those above. `adamw` (ZAYA1):
-    AdamW on the gradient f_i - 1/E. Both are kept at zero mean, so that the bias cannot drift as a whole.
+    AdamW on the gradient f_i - 1/E. Both are kept at zero mean, so that the bias cannot drift as a whole. `quantile`
+    moves elsewhere (quantile.py).
 
     Args:
         bias, global_load: [E]; moments: [3, E], see `Router`.
         load: [E] pairs chosen in this step's whole global batch.
+        target: [E] the shares f_i that are wanted instead of 1/E each.
     """
     total = load.sum()
     if total == 0:
         return
     share = load / total
     global_load.copy_(share)
-    error = share - 1 / len(load)
+    error = share - (1 / len(load) if target is None else target)
     if config.bias_rule == "sign":
         step = -error.sign()
     elif config.bias_rule == "adamw":

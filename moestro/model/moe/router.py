@@ -1,227 +1,171 @@
-"""Stage one: logits in, (expert ids, weights, statistics) out. Pure: nothing is remembered here."""
-
-import hashlib
-import math
-from dataclasses import dataclass
+"""A layer's router: the parameters that make logits, and the state of balancing. `route.py` does the rest."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moestro.config import BalanceConfig, RouterConfig
-from moestro.model.moe.balance import balance_loss, lagged_balance_loss, masked_mean, z_loss
+from moestro.config import ModelConfig
+from moestro.model.moe.balance import update_balance
+from moestro.model.moe.groups import TokenGroups
+from moestro.model.moe.memory import Memory, chosen_fractions, num_mean_shares, num_sums, share_targets
+from moestro.model.moe.noise import jitter_noise, logit_noise
+from moestro.model.moe.quantile import quantile_step
+from moestro.model.moe.route import RouterStats, Routing, route, route_by_hash
+from moestro.model.norms import RMSNorm
 from moestro.model.ops import linear
-from moestro.model.shards import SequenceShard
 
-
-@dataclass(frozen=True)
-class TokenGroups:
-    """What the router must know about where its tokens come from.
-
-    valid: [T] bool, False at padding, or None when there is none. seq_len: tokens of one sequence; T is a multiple.
-    noise_seeds: one integer a sequence, or None outside training. All three describe whole sequences, also when
-    `shard` says that this rank routes only some of their positions.
-    """
-
-    seq_len: int
-    valid: Tensor | None = None
-    noise_seeds: Tensor | None = None
-    shard: SequenceShard | None = None
-
-    def mine(self, x: Tensor) -> Tensor:
-        """[all tokens, ...] → [tokens here, ...]."""
-        return x if self.shard is None else self.shard.mine(x)
-
-    def all(self, x: Tensor) -> Tensor:
-        """[tokens here, ...] → [all tokens, ...], without gradient."""
-        return x if self.shard is None else self.shard.gather(x)
-
-    def valid_here(self) -> Tensor | None:
-        return None if self.valid is None else self.mine(self.valid)
-
-    def count(self, here: int) -> Tensor | int:
-        """Valid tokens of the micro-batch, of which `here` (padding included) are on this rank."""
-        if self.valid is not None:
-            return self.valid.sum()
-        return here if self.shard is None else here * self.shard.parts
-
-
-@dataclass(frozen=True)
-class RouterStats:
-    """Sums and means over the valid tokens of one micro-batch in one layer; the losses carry gradients.
-
-    When sequences are cut over ranks, the means are this rank's part: the ranks' values add up to the mean.
-    """
-
-    load: Tensor  # [E] fp32, (token, expert) pairs chosen, before any are dropped
-    dropped: Tensor  # [] fp32, pairs that found no room
-    tokens: Tensor  # [] fp32, valid tokens
-    token_entropy: Tensor  # [] mean entropy of a token's scores over ln E
-    aux_loss: Tensor  # [] mean over tokens, 1 at uniform routing
-    z_loss: Tensor  # [] mean over tokens
-
-
-@dataclass(frozen=True)
-class Routing:
-    """expert_ids: [T, K] int64, E where the pair goes nowhere (dropped or padding). weights: [T, K], 0 there."""
-
-    expert_ids: Tensor
-    weights: Tensor
-    stats: RouterStats
+__all__ = ["Router", "RouterStats", "Routing", "TokenGroups", "num_sums"]
 
 
 class Router(nn.Module):
-    """A linear router. `bias` and `global_load` are moved only by `balance.update_balance`, once per step."""
+    """Its buffers are moved only by `update_balance`, once per step; a forward changes nothing.
 
-    bias: Tensor  # [E] fp32, added to the selection scores
-    bias_moments: Tensor  # [3, E] fp32: AdamW's first and second moment and its step count
-    global_load: Tensor  # [E] fp32, share of the previous step's pairs, over the whole global batch
+    What each kind has (D hidden size, R router.hidden_size, C choices):
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, config: RouterConfig, balance: BalanceConfig):
+    * linear: weight [C, D], and logit_bias [C] with router.bias
+    * mlp: out_proj(gelu(in_proj(x))), D → R → C
+    * attention: query(x) · keys / sqrt(R), keys [C, R]
+    * hybrid: g · linear + (1 - g) · attention, g = σ(mix_bias)
+    * mlp_hadamard: out_proj(in_proj(x) * factor_proj(x)), D → R → C
+    * zaya: out_proj(gelu(fc2(gelu(fc1(norm(r)))))), r = in_proj(x) + state_scale * r of the MoE layer before
+    * hash: nothing
+    """
+
+    bias: Tensor  # [C] fp32, added to the selection scores
+    bias_moments: Tensor  # [3, C] fp32: AdamW's first and second moment and its step count
+    global_load: Tensor  # [C] fp32, share of the previous step's pairs, over the whole global batch
+    mean_shares: Tensor | None  # see `memory.Memory`
+    temperature: Tensor | None  # [1] fp32, of the softmax of "dense_to_sparse"
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.balance, self.top_k = config, balance, top_k
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.reset_balance(self.weight.device)
+        assert model.moe is not None
+        self.moe, self.top_k, self.layer = model.moe, model.top_k_of_layer(layer), layer
+        self.config, self.balance = model.moe.router, model.moe.balance
+        self._num_mean_shares = num_mean_shares(model)
+        self._add_parameters(model, is_first=True not in model.moe_blocks[:layer])
+        if self.config.selection == "expert_choice":
+            # A causal router that learns to foresee the choice: σ(aux_out(silu(aux_in(x)))) (arXiv 2407.21770).
+            self.aux_in = nn.Linear(model.hidden_size, max(model.hidden_size // 2, 1), bias=False)
+            self.aux_out = nn.Linear(self.aux_in.out_features, model.moe.num_choices, bias=False)
+        self.reset_balance(torch.empty(0).device)
+
+    def _add_parameters(self, model: ModelConfig, is_first: bool) -> None:
+        config, hidden, choices = self.config, model.hidden_size, self.moe.num_choices
+        kind, width = config.kind, config.hidden_size
+        if kind in ("linear", "hybrid"):
+            self.weight = nn.Parameter(torch.empty(choices, hidden))
+        if kind == "linear" and config.bias:
+            self.logit_bias = nn.Parameter(torch.empty(choices))
+        if kind in ("attention", "hybrid"):
+            self.query = nn.Linear(hidden, width, bias=False)
+            self.keys = nn.Parameter(torch.empty(choices, width))
+        if kind == "hybrid":
+            self.mix_bias = nn.Parameter(torch.empty(1))
+        if kind in ("mlp", "mlp_hadamard", "zaya"):
+            self.in_proj = nn.Linear(hidden, width, bias=kind == "zaya")
+            self.out_proj = nn.Linear(width, choices, bias=False)
+        if kind == "mlp_hadamard":
+            self.factor_proj = nn.Linear(hidden, width, bias=False)
+        if kind == "zaya":
+            if config.carry_state and not is_first:
+                self.state_scale = nn.Parameter(torch.empty(width))
+            self.norm = RMSNorm(width, model.norm_eps)
+            self.fc1 = nn.Linear(width, width)
+            self.fc2 = nn.Linear(width, width)
 
     def reset_balance(self, device: torch.device) -> None:
-        """No bias, and a load as if it had been even so far."""
-        num_experts = len(self.weight)
-        self.register_buffer("bias", torch.zeros(num_experts, device=device))
-        self.register_buffer("bias_moments", torch.zeros(3, num_experts, device=device))
-        self.register_buffer("global_load", torch.full((num_experts,), 1 / num_experts, device=device))
+        """Null experts' initial bias, no other; and a load as if it had been even so far."""
+        choices, rows = self.moe.num_choices, self._num_mean_shares
+        bias = torch.zeros(choices, device=device)
+        bias[self.moe.resolved_num_experts :] = self.moe.null_bias
+        self.register_buffer("bias", bias)
+        self.register_buffer("bias_moments", torch.zeros(3, choices, device=device))
+        self.register_buffer("global_load", torch.full((choices,), 1 / choices, device=device))
+        even = torch.full((rows, choices), 1 / (rows * choices), device=device) if rows else None
+        self.register_buffer("mean_shares", even)
+        cools = self.config.selection == "dense_to_sparse"
+        self.register_buffer("temperature", torch.tensor([self.config.temperature], device=device) if cools else None)
 
-    def forward(self, x: Tensor, groups: TokenGroups, layer: int) -> Routing:
-        """x: [T, D]; `layer` distinguishes the layers' noise."""
-        dtype = torch.float32 if self.config.fp32 and x.dtype != torch.float64 else x.dtype
-        x = x.to(dtype)
+    def forward(self, x: Tensor, groups: TokenGroups, state: Tensor | None = None) -> tuple[Routing, Tensor | None]:
+        """x: [T, D]; state: [T, R] of the MoE layer before, or None in the first. Returns this one's."""
+        memory = Memory(self.bias, self.global_load, self.mean_shares)
+        if self.config.kind == "hash":
+            return route_by_hash(self.moe, self.layer, self.top_k, groups, memory, self.training), None
+        x = x.to(torch.float32 if self.config.fp32 and x.dtype != torch.float64 else x.dtype)
+        causal = self._causal_logits(x.detach()) if self.config.selection == "expert_choice" else None
         if self.training and self.config.jitter > 0 and groups.noise_seeds is not None:
-            noise = jitter_noise(groups.noise_seeds, layer, groups.seq_len, x.shape[1], self.config.jitter, x)
+            noise = jitter_noise(groups.noise_seeds, self.layer, groups.seq_len, x.shape[1], self.config.jitter, x)
             x = x * groups.mine(noise)
-        logits = F.linear(x, self.weight.to(dtype)) if self.config.fp32 else linear(x, self.weight)
-        return route(logits, self.top_k, self.config, self.balance, groups, self.bias, self.global_load, self.training)
+        logits, state = self._logits(x, state)
+        logits = self._disturb(logits.to(torch.promote_types(logits.dtype, torch.float32)), groups)
+        return route(logits, self.moe, self.top_k, groups, memory, self.training, causal), state
 
+    def _logits(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        kind = self.config.kind
+        if kind == "mlp":
+            return self._product(F.gelu(self._through(self.in_proj, x)), self.out_proj.weight), None
+        if kind == "mlp_hadamard":
+            product = self._through(self.in_proj, x) * self._through(self.factor_proj, x)
+            return self._through(self.out_proj, product), None
+        if kind == "zaya":
+            return self._zaya(x, state)
+        logits = self._product(x, self.weight) if kind in ("linear", "hybrid") else None
+        if kind == "linear":
+            assert logits is not None
+            return logits + self.logit_bias.to(x.dtype) if self.config.bias else logits, None
+        attended = self._product(self._through(self.query, x), self.keys) * self.keys.shape[1] ** -0.5
+        if logits is None:
+            return attended, None
+        share = self.mix_bias.to(x.dtype).sigmoid()
+        return share * logits + (1 - share) * attended, None
 
-def route(
-    logits: Tensor,
-    top_k: int,
-    config: RouterConfig,
-    balance: BalanceConfig,
-    groups: TokenGroups,
-    bias: Tensor,
-    global_load: Tensor,
-    training: bool,
-) -> Routing:
-    """Choose top_k experts for each token. logits: [T, E]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    valid, count = groups.valid_here(), groups.count(len(logits))
-    num_experts = logits.shape[1]
-    probs = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-    selection = logits if config.top_k_before_score else probs
-    if balance.bias_rule != "none":
-        selection = selection + bias.to(selection.dtype)
-    # A stable sort breaks ties by the lowest expert number on every device, which topk does not promise.
-    expert_ids = selection.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    if config.top_k_before_score and config.score == "softmax":
-        weights = logits.gather(1, expert_ids).softmax(-1)
-    else:
-        weights = probs.gather(1, expert_ids)
-    if config.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    weights = weights * config.scaling_factor
+    def _zaya(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """ZAYA1's network and depth averaging (arXiv 2511.17127); the state goes on as it is before the norm."""
+        here = self._through(self.in_proj, x)
+        if state is not None and hasattr(self, "state_scale"):
+            here = here + state.to(x.dtype) * self.state_scale.to(x.dtype)
+        hidden = F.gelu(self._through(self.fc1, self.norm(here)))
+        logits = self._through(self.out_proj, F.gelu(self._through(self.fc2, hidden)))
+        return logits, here if self.config.carry_state else None
 
-    shares = probs if config.score == "softmax" else probs / probs.sum(-1, keepdim=True).clamp_min(1e-20)
-    kept = _within_capacity(expert_ids, num_experts, config, groups, training)
-    stats = RouterStats(
-        load=_count(expert_ids, num_experts, valid),
-        dropped=_pairs_lost(kept, valid, expert_ids),
-        tokens=torch.tensor(float(len(logits)), device=logits.device) if valid is None else valid.sum().float(),
-        token_entropy=masked_mean(_entropy(shares.detach()), valid, count),
-        aux_loss=_aux_loss(shares, expert_ids, balance, groups, config.group_size, global_load),
-        z_loss=z_loss(logits, valid, count),
-    )
-    if kept is not None:
-        expert_ids = torch.where(kept, expert_ids, num_experts)
-        weights = weights * kept
-    return Routing(expert_ids, weights, stats)
+    def _causal_logits(self, x: Tensor) -> Tensor:
+        """[T, E] fp32; x without gradient, so that this router learns and nothing else does."""
+        logits = self._through(self.aux_out, F.silu(self._through(self.aux_in, x)))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def _through(self, module: nn.Linear, x: Tensor) -> Tensor:
+        product = self._product(x, module.weight)
+        return product if module.bias is None else product + module.bias.to(x.dtype)
 
-def capacity(group_size: int, top_k: int, num_experts: int, factor: float, minimum: int) -> int:
-    """Tokens an expert accepts from a group: ceil(group_size * top_k / E * factor) (arXiv 2101.03961, eq. 3)."""
-    # Rounded first: 100 * 1.1 is 110.00000000000001 in floating point and must not become 111.
-    return max(-int(-round(group_size * top_k * factor / num_experts, 9) // 1), minimum)
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight.to(x.dtype)) if self.config.fp32 else linear(x, weight)
 
+    def _disturb(self, logits: Tensor, groups: TokenGroups) -> Tensor:
+        """Noise while training, and the temperature."""
+        config, seeds = self.config, groups.noise_seeds if self.training else None
+        size = groups.seq_len, logits.shape[1]
+        if seeds is not None and config.noise_scale > 0:
+            noise = logit_noise(seeds, self.layer, *size, config.noise, logits)
+            logits = logits + config.noise_scale * groups.mine(noise)
+        if self.temperature is None:
+            return logits
+        if seeds is not None:
+            logits = logits + groups.mine(logit_noise(seeds, self.layer, *size, "one_gumbel", logits))
+        return logits / self.temperature.to(logits.dtype)
 
-def _within_capacity(
-    expert_ids: Tensor, num_experts: int, config: RouterConfig, groups: TokenGroups, training: bool
-) -> Tensor | None:
-    """[T, K] bool, False for padding and for pairs beyond an expert's capacity; None when every pair is kept.
-
-    All first choices of a group queue before its second choices (arXiv 2006.16668), each in token order.
-    """
-    factor = config.capacity_factor
-    if not training and config.eval_capacity_factor is not None:
-        factor = config.eval_capacity_factor
-    if factor is None:
-        here = groups.valid_here()
-        return None if here is None else here.unsqueeze(1).expand(expert_ids.shape)
-    expert_ids = groups.all(expert_ids)
-    tokens, top_k = expert_ids.shape
-    valid = None if groups.valid is None else groups.valid.unsqueeze(1).expand(tokens, top_k)
-    size = min(config.group_size or groups.seq_len, tokens)
-    group = torch.arange(tokens, device=expert_ids.device) // size
-    queue = group.unsqueeze(1) * num_experts + expert_ids
-    if valid is not None:
-        queue = torch.where(valid, queue, -1)  # padding takes no room
-    order = queue.t().reshape(-1).sort(stable=True)  # choices first, then tokens
-    position = torch.arange(tokens * top_k, device=expert_ids.device)
-    starts = torch.searchsorted(order.values, order.values, side="left")
-    room = capacity(size, top_k, num_experts, factor, config.min_expert_capacity)
-    kept = torch.empty_like(order.values, dtype=torch.bool)
-    kept[order.indices] = (position - starts < room) & (order.values >= 0)
-    return groups.mine(kept.view(top_k, tokens).t())
-
-
-def _aux_loss(
-    shares: Tensor,
-    expert_ids: Tensor,
-    balance: BalanceConfig,
-    groups: TokenGroups,
-    group_size: int | None,
-    global_load: Tensor,
-) -> Tensor:
-    if balance.aux_scope == "global_batch":
-        return lagged_balance_loss(shares, groups.valid_here(), global_load, groups.count(len(shares)))
-    all_ids = groups.all(expert_ids)
-    places = None if groups.shard is None else groups.mine(torch.arange(len(all_ids), device=shares.device))
-    return balance_loss(
-        shares, all_ids, balance.aux_scope, groups.seq_len, group_size, groups.valid, global_load, places
-    )
-
-
-def jitter_noise(seeds: Tensor, layer: int, seq_len: int, width: int, amount: float, like: Tensor) -> Tensor:
-    """Uniform in [1 - amount, 1 + amount], [sequences * seq_len, width]: a function of (sequence seed, layer) alone."""
-    rows = []
-    for seed in seeds.tolist():
-        digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=7).digest()
-        generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest))
-        rows.append(torch.rand(seq_len, width, generator=generator, device=like.device, dtype=like.dtype))
-    return torch.cat(rows).mul_(2 * amount).add_(1 - amount)
-
-
-def _count(expert_ids: Tensor, num_experts: int, valid: Tensor | None) -> Tensor:
-    ids = expert_ids if valid is None else torch.where(valid.unsqueeze(1), expert_ids, num_experts)
-    return torch.bincount(ids.reshape(-1), minlength=num_experts + 1)[:num_experts].float()
-
-
-def _pairs_lost(kept: Tensor | None, valid: Tensor | None, expert_ids: Tensor) -> Tensor:
-    if kept is None:
-        return torch.zeros((), device=expert_ids.device)
-    lost = ~kept if valid is None else ~kept & valid.unsqueeze(1)
-    return lost.sum().float()
-
-
-def _entropy(shares: Tensor) -> Tensor:
-    """Of each token's shares [T, E], over ln E; 0 for a single expert."""
-    if shares.shape[1] == 1:
-        return torch.zeros(len(shares), device=shares.device)
-    return torch.special.entr(shares.float()).sum(-1) / math.log(shares.shape[1])
+    @torch.no_grad()
+    def update_balance(self, load: Tensor, sums: Tensor) -> None:
+        """Once per step. load: [C] pairs of this step's whole global batch; sums: [C, W] of the same."""
+        if load.sum() == 0:
+            return
+        target = share_targets(load, self.moe)
+        update_balance(self.bias, self.bias_moments, self.global_load, load, self.balance, target)
+        margins, shares = sums.split([sums.shape[1] - self._num_mean_shares, self._num_mean_shares], 1)
+        if self.balance.bias_rule == "quantile":
+            step = quantile_step(margins, torch.tensor(chosen_fractions(self.top_k, self.moe), device=sums.device))
+            self.bias.add_(step - step.mean())
+        if self.mean_shares is not None:
+            self.mean_shares.copy_(shares.t() / shares.sum().clamp_min(1e-20))
+        if self.temperature is not None:
+            self.temperature.mul_(self.config.temperature_decay).clamp_(min=self.config.min_temperature)

@@ -7,8 +7,43 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from moestro.config import BalanceConfig, RouterConfig
-from moestro.model.moe.router import TokenGroups
+from moestro.config import BalanceConfig, MoEConfig, RouterConfig
+from moestro.model.moe.memory import Memory
+from moestro.model.moe.route import Routing, route
+from moestro.model.moe.router import Router, TokenGroups
+
+from ..helpers import model_config
+
+
+def moe_config(num_experts: int, router: RouterConfig, balance: BalanceConfig) -> MoEConfig:
+    """Without its checks, so that tests may draw any mixture of settings."""
+    return MoEConfig.model_construct(
+        num_experts=num_experts, top_k=1, expert_hidden_size=4, router=router, balance=balance
+    )
+
+
+def router_of(
+    hidden_size: int, num_experts: int, top_k: int, router: RouterConfig, balance: BalanceConfig, layer: int = 0
+) -> Router:
+    """A router for layer number `layer`, its weights not yet set."""
+    moe = moe_config(num_experts, router, balance).model_copy(update={"top_k": top_k})
+    sizes = {"hidden_size": hidden_size, "head_dim": 4, "num_layers": layer + 1}
+    return Router(model_config(None, **sizes).model_copy(update={"moe": moe}), layer)
+
+
+def fast_route(
+    logits: Tensor,
+    top_k: int,
+    config: RouterConfig,
+    balance: BalanceConfig,
+    groups: TokenGroups,
+    bias: Tensor,
+    global_load: Tensor,
+    training: bool,
+) -> Routing:
+    """`route` with the arguments of `slow_route`."""
+    moe = moe_config(logits.shape[1], config, balance)
+    return route(logits, moe, top_k, groups, Memory(bias, global_load), training)
 
 
 @dataclass

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from moestro.config import BalanceConfig, RouterConfig
 from moestro.model.moe.balance import balance_loss, update_balance, z_loss
-from moestro.model.moe.router import Router, TokenGroups
+from moestro.model.moe.router import TokenGroups
 
 from ..helpers import normal
-from .slow_router import slow_aux
+from .slow_router import router_of, slow_aux
 
 SCOPES: list[Any] = ["sequence", "group", "micro_batch", "global_batch"]
 
@@ -39,10 +39,10 @@ def test_collapsed_routing_has_loss_e_over_k(scope: Any, experts: int, top_k: in
 
 def test_a_collapsed_router_is_not_scored_twice() -> None:
     """Through a whole router: strong logits for one expert give a loss near E, not near 1."""
-    router = Router(4, 8, 1, RouterConfig(), BalanceConfig(aux_scope="micro_batch"))
+    router = router_of(4, 8, 1, RouterConfig(), BalanceConfig(aux_scope="micro_batch"))
     with torch.no_grad():
         router.weight.zero_()[0] = 5.0
-    stats = router(torch.ones(10, 4), TokenGroups(10), 0).stats
+    stats = router(torch.ones(10, 4), TokenGroups(10))[0].stats
     assert stats.aux_loss.item() == pytest.approx(8.0, rel=1e-3)
 
 
@@ -69,12 +69,12 @@ def test_loss_and_gradient_equal_naive_loops(scope: Any, padded: bool) -> None:
 def test_the_gradient_of_the_router_weight_by_hand(scope: Any) -> None:
     """d E Σ_i f_i P_i / d W with f constant: dP through the softmax of the logits x Wᵀ."""
     tokens, experts, hidden, seq_len = 12, 4, 6, 4
-    router = Router(hidden, experts, 2, RouterConfig(group_size=3), BalanceConfig(aux_scope=scope)).double()
+    router = router_of(hidden, experts, 2, RouterConfig(group_size=3), BalanceConfig(aux_scope=scope)).double()
     with torch.no_grad():
         router.weight.copy_(normal(experts, hidden))
         router.global_load.copy_(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     x = normal(tokens, hidden, seed=1, dtype=torch.float64)
-    routing = router(x, TokenGroups(seq_len), 0)
+    routing = router(x, TokenGroups(seq_len))[0]
     (grad,) = torch.autograd.grad(routing.stats.aux_loss, router.weight)
     assert grad.abs().max() > 1e-4
 
@@ -206,13 +206,13 @@ def test_one_expert_needs_no_bias(rule: Any) -> None:
 @pytest.mark.parametrize("rule", ["sign", "adamw"])
 def test_the_bias_evens_a_skewed_load(rule: Any) -> None:
     balance = BalanceConfig(bias_rule=rule, bias_lr=0.01)
-    router = Router(8, 4, 1, RouterConfig(score="sigmoid"), balance)
+    router = router_of(8, 4, 1, RouterConfig(score="sigmoid"), balance)
     with torch.no_grad():
         router.weight.copy_(normal(4, 8) * 0.3)
     x = normal(256, 8, seed=1) + 0.5
     first = last = 0.0
     for _ in range(80):
-        load = router(x, TokenGroups(256), 0).stats.load
+        load = router(x, TokenGroups(256))[0].stats.load
         last = (load.max() / load.mean()).item()
         first = first or last
         update_balance(router.bias, router.bias_moments, router.global_load, load, balance)

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moestro.config import BalanceConfig, RouterConfig
-from moestro.model.moe.router import Router, Routing, TokenGroups, capacity, jitter_noise, route
+from moestro.model.moe.noise import jitter_noise
+from moestro.model.moe.route import Routing, capacity
+from moestro.model.moe.router import TokenGroups
 
 from ..helpers import normal
-from .slow_router import slow_capacity, slow_route
+from .slow_router import fast_route, router_of, slow_capacity, slow_route
 
 NO_BALANCE = BalanceConfig()
 
@@ -32,7 +34,7 @@ def compare(
     load = torch.arange(1, experts + 1, dtype=torch.float64)
     arguments = (top_k, config, balance, groups, bias, load / load.sum(), training)
     mine, other = (logits.clone().requires_grad_() for _ in range(2))
-    found, slow = route(mine, *arguments), slow_route(other, *arguments)
+    found, slow = fast_route(mine, *arguments), slow_route(other, *arguments)
     assert found.expert_ids.tolist() == slow.expert_ids
     stats = found.stats
     assert stats.load.tolist() == slow.load
@@ -124,7 +126,7 @@ def test_what_every_routing_keeps(data: st.DataObject) -> None:
     logits = normal(tokens, experts, seed=draw(st.integers(0, 999))).round()
     load = torch.full((experts,), 1 / experts)
     arguments = (top_k, config, NO_BALANCE, TokenGroups(seq_len, valid), torch.zeros(experts), load, True)
-    routing = route(logits, *arguments)
+    routing = fast_route(logits, *arguments)
     ids, weights, stats = routing.expert_ids, routing.weights, routing.stats
     kept = ids < experts
     pairs = int(valid.sum()) * top_k
@@ -192,12 +194,12 @@ def test_the_bias_changes_the_selection_and_not_the_weights() -> None:
 
 
 def test_the_bias_of_a_real_layer_moves_its_selection() -> None:
-    router = Router(4, 3, 1, RouterConfig(), BalanceConfig(bias_rule="sign"))
+    router = router_of(4, 3, 1, RouterConfig(), BalanceConfig(bias_rule="sign"))
     with torch.no_grad():
         router.weight.copy_(normal(3, 4))
     x = normal(20, 4, seed=1)
     router.bias[2] = 5.0
-    assert (router(x, TokenGroups(20), 0).expert_ids == 2).all()
+    assert (router(x, TokenGroups(20))[0].expert_ids == 2).all()
 
 
 def test_ties_go_to_the_lowest_number() -> None:
@@ -233,7 +235,7 @@ def test_capacity_is_the_exact_ceiling(group: int, top_k: int, experts: int, per
 def test_sigmoid_weights_survive_vanishing_scores() -> None:
     logits = torch.full((2, 4), -200.0, requires_grad=True)
     arguments = (2, RouterConfig(score="sigmoid"), NO_BALANCE, TokenGroups(2), torch.zeros(4), torch.ones(4) / 4, True)
-    routing = route(logits, *arguments)
+    routing = fast_route(logits, *arguments)
     (routing.weights.sum() + routing.stats.aux_loss).backward()
     assert routing.weights.isfinite().all()
     assert logits.grad is not None
@@ -241,10 +243,10 @@ def test_sigmoid_weights_survive_vanishing_scores() -> None:
 
 
 def test_routing_is_pure() -> None:
-    router = Router(4, 3, 2, RouterConfig(capacity_factor=1.0), BalanceConfig(bias_rule="adamw"))
+    router = router_of(4, 3, 2, RouterConfig(capacity_factor=1.0), BalanceConfig(bias_rule="adamw"))
     torch.nn.init.normal_(router.weight)
     before = {name: value.clone() for name, value in router.state_dict().items()}
-    router(normal(6, 4), TokenGroups(6), 0)
+    router(normal(6, 4), TokenGroups(6))
     for name, value in router.state_dict().items():
         assert torch.equal(value, before[name]), name
 
@@ -278,27 +280,27 @@ def test_jitter_is_uniform() -> None:
 
 
 def test_a_sequence_is_routed_alike_in_any_batch() -> None:
-    router = Router(6, 5, 2, RouterConfig(jitter=0.3), NO_BALANCE)
+    router = router_of(6, 5, 2, RouterConfig(jitter=0.3), NO_BALANCE, layer=2)
     with torch.no_grad():
         router.weight.copy_(normal(5, 6))
     x = normal(3, 8, 6, seed=1)
     seeds = torch.tensor([11, 12, 13])
-    whole = router(x.flatten(0, 1), TokenGroups(8, noise_seeds=seeds), 2)
-    alone = router(x[1], TokenGroups(8, noise_seeds=seeds[1:2]), 2)
+    whole = router(x.flatten(0, 1), TokenGroups(8, noise_seeds=seeds))[0]
+    alone = router(x[1], TokenGroups(8, noise_seeds=seeds[1:2]))[0]
     assert torch.equal(whole.expert_ids[8:16], alone.expert_ids)
     torch.testing.assert_close(whole.weights[8:16], alone.weights, rtol=1e-5, atol=1e-6)
 
 
 def test_jitter_only_while_training_and_with_seeds() -> None:
-    router = Router(6, 5, 2, RouterConfig(jitter=0.3), NO_BALANCE)
+    router = router_of(6, 5, 2, RouterConfig(jitter=0.3), NO_BALANCE)
     with torch.no_grad():
         router.weight.copy_(normal(5, 6))
     x = normal(8, 6, seed=1)
     seeds = torch.tensor([3])
-    plain = router(x, TokenGroups(8), 0).weights
-    assert not torch.equal(router(x, TokenGroups(8, noise_seeds=seeds), 0).weights, plain)
+    plain = router(x, TokenGroups(8))[0].weights
+    assert not torch.equal(router(x, TokenGroups(8, noise_seeds=seeds))[0].weights, plain)
     router.eval()
-    assert torch.equal(router(x, TokenGroups(8, noise_seeds=seeds), 0).weights, plain)
+    assert torch.equal(router(x, TokenGroups(8, noise_seeds=seeds))[0].weights, plain)
 
 
 # Precision
@@ -312,10 +314,10 @@ def near_ties() -> tuple[Tensor, Tensor]:
 
 
 def first_choices(x: Tensor, weight: Tensor, fp32: bool) -> tuple[list[int], Routing]:
-    router = Router(32, 8, 1, RouterConfig(fp32=fp32), NO_BALANCE)
+    router = router_of(32, 8, 1, RouterConfig(fp32=fp32), NO_BALANCE)
     with torch.no_grad():
         router.weight.copy_(weight)
-    routing = router(x, TokenGroups(len(x)), 0)
+    routing = router(x, TokenGroups(len(x)))[0]
     return routing.expert_ids.flatten().tolist(), routing
 
 
@@ -345,7 +347,7 @@ def test_statistics_of_a_bf16_router_do_not_saturate() -> None:
     logits[::2, 0] = logits[1::2, 1] = 1.0
     balance = BalanceConfig(aux_scope="micro_batch")
     arguments = (1, RouterConfig(fp32=False), balance, TokenGroups(tokens), torch.zeros(2), torch.ones(2) / 2, True)
-    stats = route(logits, *arguments).stats
+    stats = fast_route(logits, *arguments).stats
     assert stats.load.tolist() == [1024, 1024]
     assert stats.aux_loss.item() == pytest.approx(1.0, abs=0.02)
     assert stats.tokens == tokens
