@@ -129,7 +129,9 @@ def _are_sound(path: Path, records: list[Any]) -> bool:
 
 def _meaning(name: str, shape: tuple[int, ...]) -> str | None:
     if ".experts.gate_up_proj" in name and len(shape) == 4:
-        experts, _, width, hidden = shape
+        experts, products, width, hidden = shape
+        if products == 1:
+            return f"{experts} experts without gate; [e, 0] is the up projection of expert e, {width} × {hidden}"
         return (
             f"{experts} experts; [e, 0] is the gate and [e, 1] the up projection of expert e, each {width} × {hidden}"
         )

@@ -1,4 +1,4 @@
-"""`moestro checkpoint`: look into checkpoints, verify, rewrite and export them."""
+"""`moestro checkpoint`: look into checkpoints, verify, rewrite, import and export them."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -86,18 +86,71 @@ def reshape(
     typer.echo(f"{destination}  {files} data {'file' if files == 1 else 'files'}")
 
 
+@app.command("import", no_args_is_help=True)
+def import_(
+    source: Annotated[Path, typer.Argument(help="A folder with config.json, tokenizer.json and safetensors.")],
+    destination: Annotated[Path, typer.Argument(help="The run's folder to make.")],
+) -> None:
+    """Make a run of a Hugging Face model, for generate, evaluate, export, or train with run.init_from."""
+    from moestro.checkpoint.huggingface import importing
+    from moestro.config import count
+    from moestro.data.tokenizer import Tokenizer
+
+    Tokenizer.load(source / "tokenizer.json")  # one that cannot be used is said before anything is copied
+    opened = importing.open_source(source)
+    if opened.ignored:
+        typer.echo(f"not understood in config.json, and left out: {', '.join(opened.ignored)}", err=True)
+    with _bar("import", opened.bytes) as advance:
+        importing.import_run(opened, destination, advance)
+    counts = count(opened.model, min(2048, opened.model.max_seq_len))
+    typer.echo(
+        f"{destination}  {opened.model_type}, {counts.total_params:,} parameters, {counts.active_params:,} active; "
+        f"{_bytes(opened.bytes)}"
+    )
+
+
 @app.command("export", no_args_is_help=True)
 def export(
     source: Source,
     destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    form: Annotated[
+        Literal["auto", "huggingface", "moestro"],
+        typer.Option("--format", help="A Hugging Face model, or our names; auto: the first where a family has it."),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["bf16", "fp32"] | None, typer.Option(help="Of the numbers; as stored if left out.")
+    ] = None,
+    layout: Annotated[
+        Literal["per-expert", "fused"] | None,
+        typer.Option(help="Experts' weights apart or together; as the family's released models if left out."),
+    ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.0, help="Largest size of a file.")] = 5.0,
 ) -> None:
-    """Write the model's weights as safetensors, with the run's config.toml and tokenizer beside them."""
+    """Write the model's weights as safetensors, with configuration and tokenizer beside them."""
+    import torch
+
     from moestro.checkpoint import convert
+    from moestro.checkpoint.huggingface import exporting
+    from moestro.data.tokenizer import Tokenizer
 
     found = _find(source)
+    how = exporting.Export(
+        {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype], int(max_shard_gib * 2**30), layout
+    )
+    model = None
+    if form != "moestro":
+        model, why_not = exporting.known_model(found)
+        if model is None and form == "huggingface":
+            raise MoestroError(f"not a model that Hugging Face knows: {why_not}. Use --format moestro")
+        if model is None:
+            typer.echo(f"not as a Hugging Face model: {why_not}", err=True)
     with _bar("export", convert.total_bytes(found, "model.")) as advance:
-        written = convert.export(found, destination, int(max_shard_gib * 2**30), advance)
+        if model is None:
+            written = exporting.export_plain(found, destination, how, advance)
+        else:
+            tokenizer = Tokenizer.load(found.parent.parent / "tokenizer.json")
+            end = exporting.EndOfText(tokenizer.eot_name, tokenizer.eot_id)
+            written = exporting.export_family(found, destination, model, end, how, advance)
     for path in written:
         typer.echo(f"{path}  {_bytes(path.stat().st_size)}")
 

@@ -1,6 +1,7 @@
 """`moestro checkpoint`: what it says of good and damaged checkpoints, and what it makes of them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from train.helpers import config
 
 from checkpoint.state import make, tensors, work
+from moestro.checkpoint.inspect import _meaning
 from moestro.checkpoint.manifest import MANIFEST, problem
 from moestro.checkpoint.store import Progress, load_checkpoint, save_checkpoint
 from moestro.config import to_toml
@@ -182,7 +184,7 @@ class TestReshape:
 
 class TestExport:
     def test_one_file(self, run: Path, tmp_path: Path) -> None:
-        done = moestro("checkpoint", "export", str(run), str(tmp_path / "out"))
+        done = moestro("checkpoint", "export", str(run), str(tmp_path / "out"), "--format", "moestro")
         assert done.code == 0, done.err
         names = ["config.toml", "model.safetensors", "tokenizer.json"]
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
@@ -195,7 +197,8 @@ class TestExport:
     def test_several_files_and_an_index(self, run: Path, tmp_path: Path) -> None:
         limit = 20_000
         size = str(limit / 2**30)
-        done = moestro("checkpoint", "export", str(newest(run)), str(tmp_path / "out"), "--max-shard-gib", size)
+        form = ("--format", "moestro", "--max-shard-gib", size)
+        done = moestro("checkpoint", "export", str(newest(run)), str(tmp_path / "out"), *form)
         assert done.code == 0, done.err
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         files = sorted(set(index["weight_map"].values()))
@@ -234,3 +237,10 @@ class TestWrongPaths:
         assert message in done.err
         assert done.err.count("\n") == 1
         assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("products", "said"), [(2, r"\[e, 0\] is the gate and \[e, 1\] the up"), (1, "without gate")])
+def test_inspect_says_what_packed_experts_are(products: int, said: str) -> None:
+    text = _meaning("layers.0.mlp.experts.gate_up_proj", (4, products, 16, 8))
+    assert text is not None
+    assert re.search(rf"^4 experts.*{said}.* projection of expert e.*16 × 8", text)

@@ -388,7 +388,7 @@ class TestAnotherModel:
             {"moe": {"num_experts": 8}},
             {"moe": {"expert_hidden_size": 8}},
             {"moe": {"num_shared_experts": 1}},
-            {"qk_norm": True},
+            {"qk_norm": "head"},
             {"tie_embeddings": True},
             {"moe": None, "intermediate_size": 16},
         ],
