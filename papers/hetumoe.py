@@ -20,7 +20,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from moestro.config import BalanceConfig, ParallelConfig, RouterConfig
+from moestro.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from moestro.model.moe.dispatch import combine, dispatch
 from moestro.model.moe.experts import Experts
 from moestro.model.moe.router import Router, RouterStats, Routing, TokenGroups
@@ -34,7 +34,7 @@ from papers.result import Check, PaperResult, Progress
 SHAPES = ((2, 2), (2, 4), (4, 2))  # nodes, devices of a node
 EXCHANGES = ("all_to_all", "leader", "two_hop", "all_gather")
 TOKENS, HIDDEN, WIDTH, TOP_K, EXPERTS_PER_RANK = 24, 8, 4, 4, 2
-NO_STATS = RouterStats(*(torch.zeros(()),) * 6)
+NO_STATS = RouterStats(*(torch.zeros(()),) * 8)
 
 
 def run(progress: Progress) -> PaperResult:
@@ -269,11 +269,13 @@ def _list(values: list[float]) -> str:
 def check_slots() -> Check:
     """Every kept pair has a place of its own; the released gate code's second choices do not."""
     tokens, experts = 1024, 8
-    router = Router(16, experts, 2, RouterConfig(capacity_factor=1.0, group_size=tokens), BalanceConfig())
+    config = RouterConfig(capacity_factor=1.0, group_size=tokens)
+    moe = MoEConfig(num_experts=experts, top_k=2, expert_hidden_size=16, router=config)
+    router = Router(ModelConfig(hidden_size=16, num_layers=1, num_heads=1, moe=moe), layer=0)
     generator = torch.Generator().manual_seed(0)
     torch.nn.init.normal_(router.weight, generator=generator)
     with torch.no_grad():
-        routing = router(torch.randn(tokens, 16, generator=generator), TokenGroups(tokens), 0)
+        routing = router(torch.randn(tokens, 16, generator=generator), TokenGroups(tokens))[0]
     plan = dispatch(routing, experts)
     rows = torch.stack((torch.arange(experts).repeat_interleave(plan.counts), plan.row_token), 1)
     distinct, dropped = len(rows.unique(dim=0)), int(routing.stats.dropped)

@@ -39,7 +39,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 128, 16, 8
 CHUNKS = (1, 2, 4, 8, 16)
 BINS = (1, 2, 4, 8)  # what "auto" chooses from
 STORM_TOKENS = 2048  # of each rank
-NO_STATS = RouterStats(*(torch.zeros(()),) * 6)
+NO_STATS = RouterStats(*(torch.zeros(()),) * 8)
 
 
 @dataclass(frozen=True)

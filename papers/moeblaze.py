@@ -139,7 +139,8 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 def layer_of(shape: Shape, path: Path, capacity_factor: float | None = None) -> MoELayer:
     sizes = {"num_experts": shape.experts, "top_k": shape.top_k, "expert_hidden_size": shape.width}
-    moe = MoEConfig(**sizes, experts=path, router=RouterConfig(capacity_factor=capacity_factor))
+    router = RouterConfig(capacity_factor=capacity_factor, renormalize=shape.top_k > 1)
+    moe = MoEConfig(**sizes, experts=path, router=router)
     layer = MoELayer(ModelConfig(hidden_size=shape.hidden, num_layers=1, num_heads=1, moe=moe), 0)
     with torch.no_grad():
         for seed, weight in enumerate(layer.parameters()):
@@ -150,7 +151,7 @@ def layer_of(shape: Shape, path: Path, capacity_factor: float | None = None) -> 
 def routed(shape: Shape, capacity_factor: float | None = None) -> tuple[Tensor, Routing]:
     """Random tokens [L, d], which want a gradient, and what a random router says of them."""
     x = _normal(shape.tokens, shape.hidden, seed=10).requires_grad_()
-    return x, layer_of(shape, "reference", capacity_factor).router(x, TokenGroups(shape.tokens), 0)
+    return x, layer_of(shape, "reference", capacity_factor).router(x, TokenGroups(shape.tokens))[0]
 
 
 def ratio(table: Held, shape: Shape) -> float:
@@ -218,7 +219,7 @@ def results(shape: Shape, path: Path, order: Tensor | None = None) -> dict[str, 
     if order is not None:
         x, upstream = x[order], upstream[order]
     x.requires_grad_()
-    out, _ = layer(x.unsqueeze(0), TokenGroups(shape.tokens))
+    out, *_ = layer(x.unsqueeze(0), TokenGroups(shape.tokens))
     out.backward(upstream.unsqueeze(0))
     gradients = {name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None}
     assert x.grad is not None

@@ -237,7 +237,9 @@ def _spread(values: list[float]) -> str:
 def _router(num_experts: int, hidden: int = 32, fp32: bool = True, scope: str = "group", **router: float) -> Router:
     """A Switch router with random weights of standard deviation 1 / sqrt(hidden)."""
     config = RouterConfig.model_validate({"renormalize": False, "fp32": fp32, **router})
-    result = Router(hidden, num_experts, 1, config, BalanceConfig.model_validate({"aux_scope": scope}))
+    balance = BalanceConfig.model_validate({"aux_scope": scope})
+    moe = MoEConfig(num_experts=num_experts, top_k=1, expert_hidden_size=8, router=config, balance=balance)
+    result = Router(ModelConfig(hidden_size=hidden, num_layers=1, num_heads=1, moe=moe), layer=0)
     torch.nn.init.normal_(result.weight, std=hidden**-0.5, generator=torch.Generator().manual_seed(0))
     return result
 
@@ -252,7 +254,7 @@ def check_uniform_loss() -> Check:
     for num_experts in (2, 8, 64, 128):
         router = _router(num_experts)
         torch.nn.init.zeros_(router.weight)
-        values.append(router(_tokens(256), TokenGroups(256), 0).stats.aux_loss.item())
+        values.append(router(_tokens(256), TokenGroups(256))[0].stats.aux_loss.item())
     exact = all(value == 1.0 for value in values)
     return Check(
         claim="The balance loss is α at uniform routing",
@@ -267,7 +269,7 @@ def check_uniform_loss() -> Check:
 def check_gradient() -> Check:
     """∂(E · Σ f_i P_i)/∂W with f held constant is the gradient the router gets."""
     num_experts, router, x = 8, _router(8), _tokens(512)
-    routing = router(x, TokenGroups(512), 0)
+    routing = router(x, TokenGroups(512))[0]
     (gradient,) = torch.autograd.grad(routing.stats.aux_loss, router.weight)
     share = routing.stats.load / routing.stats.load.sum()
     by_hand = num_experts * (share.detach() * torch.softmax(x @ router.weight.t(), -1).mean(0)).sum()
@@ -288,7 +290,7 @@ def check_conservation() -> Check:
     tokens, exact, parts = 1000, True, []
     for factor in CAPACITY_FACTORS:
         router = _router(8, capacity_factor=factor, group_size=250)
-        routing = router(_tokens(tokens), TokenGroups(250), 0)
+        routing = router(_tokens(tokens), TokenGroups(250))[0]
         routed, dropped = int(dispatch(routing, 8).counts.sum()), int(routing.stats.dropped)
         exact = exact and routed + dropped == tokens
         parts.append(f"{routed}+{dropped}")
@@ -311,7 +313,7 @@ def check_precision() -> Check:
         router = _router(8, fp32=fp32)
         with torch.no_grad():
             router.weight.copy_(router.weight[:1] + 1e-3 * router.weight)
-        chosen[name] = router(inputs, groups, 0).expert_ids
+        chosen[name] = router(inputs, groups)[0].expert_ids
     selective = int((chosen["selective"] != chosen["fp32"]).sum())
     low = int((chosen["bf16"] != chosen["fp32"]).sum())
     return Check(
@@ -329,10 +331,10 @@ def check_jitter() -> Check:
     x, seeds = _tokens(4096), torch.arange(16)
     groups = TokenGroups(256, noise_seeds=seeds)
     router = _router(8, jitter=1e-2)
-    noisy, again = router(x, groups, 0).expert_ids, router(x, groups, 0).expert_ids
-    second_half = router(x[2048:], TokenGroups(256, noise_seeds=seeds[8:]), 0).expert_ids
-    calm = _router(8)(x, groups, 0).expert_ids
-    evaluated = router.eval()(x, groups, 0).expert_ids
+    noisy, again = (router(x, groups)[0].expert_ids for _ in range(2))
+    second_half = router(x[2048:], TokenGroups(256, noise_seeds=seeds[8:]))[0].expert_ids
+    calm = _router(8)(x, groups)[0].expert_ids
+    evaluated = router.eval()(x, groups)[0].expert_ids
     moved = int((noisy != calm).sum())
     repeats = torch.equal(noisy, again) and torch.equal(noisy[2048:], second_half)
     acts = moved > 0 and repeats and torch.equal(evaluated, calm)
@@ -355,7 +357,7 @@ def check_groups() -> Check:
         router = _router(experts, hidden=experts, scope=scope, capacity_factor=1.0, group_size=group_size)
         with torch.no_grad():
             router.weight.copy_(torch.eye(experts))
-        stats = router(x, TokenGroups(size), 0).stats
+        stats = router(x, TokenGroups(size))[0].stats
         loss[scope], dropped[scope] = stats.aux_loss.item(), stats.dropped.item() / len(x)
     acts = loss == {"group": 8.0, "micro_batch": 1.0} and dropped == {"group": 7 / 8, "micro_batch": 0.0}
     return Check(

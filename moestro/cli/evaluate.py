@@ -24,7 +24,7 @@ def evaluate(
     from moestro.train.evaluate import evaluate as run_evaluation
 
     loaded = load_run(run, device)
-    prepared = prepare(loaded.config.data)
+    prepared = prepare(loaded.config.data, encoders=loaded.config.model.encoders)
     if prepared.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
         raise MoestroError(f"the text behind data.sources has changed since {run} was trained; restore it")
     stream = ValidationStream(prepared, loaded.config.data)

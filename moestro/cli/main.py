@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import checkpoint, config, evaluate, generate, papers, report, train
+from moestro.cli import analyze, checkpoint, config, evaluate, generate, papers, report, train
 from moestro.errors import MoestroError
 from moestro.parallel import process
 
@@ -18,6 +18,7 @@ app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)
 app.command("report", no_args_is_help=True)(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(analyze.app, name="analyze")
 app.add_typer(papers.app, name="papers")
 
 

@@ -19,8 +19,8 @@ def train(
     Under torchrun or srun leave --nproc out.
     """
     from moestro.config import load_config
-    from moestro.parallel.layout import resolve_layout
     from moestro.parallel.process import this_rank
+    from moestro.train.phases import resolve_stretches
 
     # Before torch loads, and before any rank starts: a mistake is answered at once.
     config, me = load_config(preset, overrides or ()).config, this_rank()
@@ -29,7 +29,7 @@ def train(
             f"--nproc starts ranks, but this process is one of {me.world_size} that torchrun or SLURM started; "
             "leave --nproc out, or start one process"
         )
-    resolve_layout(config, nproc or me.world_size, ranks_per_node=nproc)
+    resolve_stretches(config, nproc or me.world_size, ranks_per_node=nproc)
     if nproc is not None and nproc > 1:
         from moestro.parallel.launch import launch
 

@@ -20,7 +20,18 @@ from moestro.serve.load import load_run
 
 from .helpers import config_file, moestro
 
-COMMANDS = ("", "train", "generate", "evaluate", "report", "config", "config list", "config show", "papers")
+COMMANDS = (
+    "",
+    "train",
+    "generate",
+    "evaluate",
+    "report",
+    "config",
+    "config list",
+    "config show",
+    "config count",
+    "papers",
+)
 
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -68,6 +79,35 @@ class TestConfig:
         assert done.code == 0
         for name in preset_names():
             assert name in done.out
+
+    def test_list_says_how_large_a_model_is_and_what(self) -> None:
+        (line,) = [line for line in moestro("config", "list").out.splitlines() if line.startswith("zaya1-8b")]
+        assert "8.84\u00a0B  1.29\u00a0B  ZAYA1-8B: convolutional attention" in line
+
+    def test_count_prints_parts_flops_and_cache(self) -> None:
+        done = moestro("config", "count", "zaya1-8b", "model.moe.null_experts=0")
+        assert done.code == 0
+        lines = [" ".join(line.split()) for line in done.out.splitlines()]
+        for start in (
+            "experts 8,053,063,680 503,316,480 ",
+            "all 8,840,478,544 1,290,731,344 ",
+            "without embedding and head 8,303,345,488 753,598,288 ",
+        ):
+            assert sum(line.startswith(start) for line in lines) == 1
+        assert "40,960 bytes a token" in done.out
+
+    def test_count_for_machines(self) -> None:
+        found = json.loads(moestro("config", "count", "gpt-oss-20b", "--json").out)
+        assert found["total_params"] == sum(part["total_params"] for part in found["parts"].values()) == 20_914_757_184
+        assert found["train_flops_per_token"] == sum(p["train_flops_per_token"] for p in found["parts"].values())
+        assert (found["kv_cache_bytes_per_token"], found["kv_cache_bytes_of_windows"]) == (24_576, 3_145_728)
+
+    def test_count_needs_the_size_of_the_vocabulary(self) -> None:
+        file = ["data.tokenizer.kind=file", "data.tokenizer.path=none.json"]
+        done = moestro("config", "count", "sotu-tiny", *file)
+        assert (done.code, done.out) == (2, "")
+        assert "set model.vocab_size" in done.err
+        assert moestro("config", "count", "sotu-tiny", *file, "model.vocab_size=1024").code == 0
 
     def test_show_prints_every_setting_with_its_origin(self) -> None:
         changes = ["train.steps=7", "optim.lr=1e-4"]

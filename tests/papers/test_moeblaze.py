@@ -111,9 +111,9 @@ class TestExactChecks:
         monkeypatch.setattr(moeblaze, "TARGET", SMALL)
         forward = MoELayer.forward
 
-        def ordered(self: MoELayer, x: Tensor, groups: object) -> tuple[Tensor, object]:
-            out, stats = forward(self, x, groups)  # type: ignore[arg-type]
-            return out * (1 + 1e-5 * torch.arange(x.shape[1]).unsqueeze(1)), stats
+        def ordered(self: MoELayer, x: Tensor, groups: object) -> tuple[Tensor, object, object]:
+            out, stats, state = forward(self, x, groups)  # type: ignore[arg-type]
+            return out * (1 + 1e-5 * torch.arange(x.shape[1]).unsqueeze(1)), stats, state
 
         monkeypatch.setattr(MoELayer, "forward", ordered)
         assert moeblaze.check_equal().verdict == "holds"
