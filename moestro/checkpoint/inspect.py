@@ -149,6 +149,10 @@ def _holds_checkpoints(path: Path) -> bool:
         return False
     if path.name == "checkpoints" or (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
         return True
+    if (path / "config.json").is_file():
+        raise MoestroError(
+            f"{path} holds no checkpoint; if it is a Hugging Face model, `moestro checkpoint import` it first"
+        )
     raise MoestroError(f"{path} holds no checkpoint; give a step_… folder, or a run's folder for its newest")
 
 

@@ -92,7 +92,7 @@ def load_checkpoint(path: Path, tensors: dict[str, LogicalTensor], group: Group 
         if isinstance(failed.error, _MisfitError):
             raise MoestroError(
                 f"checkpoint {path} does not fit this configuration: {failed.error}. "
-                "Continue with the settings in the run's config.toml, or start a new run.name"
+                "Take the settings in its run's config.toml, or start a new run.name"
             ) from failed
         raise failed.error from failed
     return progress_of(path)
@@ -169,6 +169,12 @@ def _check_fit(metadata: Metadata, tensors: dict[str, LogicalTensor], names: set
     kinds = ("model.", "optimizer.state.") if any(n.startswith("optimizer.") for n in names) else ("model.",)
     missing = sorted(names - stored.keys())
     surplus = sorted(name for name in stored.keys() - names if name.startswith(kinds))
+    has_optimizer = [any(name.startswith("optimizer.") for name in side) for side in (names, stored)]
+    if has_optimizer == [True, False]:
+        raise MoestroError(
+            "the checkpoint holds no optimizer state, as one of an imported model; train on from it under another "
+            "run.name with run.init_from"
+        )
     for found, text in ((missing, "it does not hold"), (surplus, "it also holds")):
         if found:
             raise _MisfitError(f"{text} {found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else ""))

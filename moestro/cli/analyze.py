@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from moestro.analyze.routers import RouterFigures
 
-WIDTH = 110  # that the table takes
+WIDTH = 116  # that the table takes
 
 app = typer.Typer(no_args_is_help=True, help="Look into models and their parts.")
 
@@ -68,7 +68,7 @@ def routers(
     console.print(_table(figures))
     console.print(
         f"{seeds} seeds of {steps} steps: mean±standard deviation in the last tenth of the steps, over layers. "
-        "latency: median and 10–90 % of a layer's router alone, 2,048 tokens. entropy: 1 is undecided (a token's "
+        "time: of a layer's router alone, 2,048 tokens forward, median and 10–90 %. entropy: 1 is undecided (a token's "
         "scores) or even (load).",
         style="dim",
         highlight=False,
@@ -79,7 +79,7 @@ def _table(figures: "list[RouterFigures]") -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    columns = ("router", "params\na layer", "latency\nms", "entropy\nof scores", "entropy\nof load", "load\nmax/mean")
+    columns = ("router", "params\na layer", "time\nms", "entropy\nof scores", "entropy\nof load", "load\nmax/mean")
     for column in (*columns, "load\nGini", "active\nexperts", "dropped\npairs", "loss\nnats"):
         table.add_column(column, justify="left" if column == "router" else "right", no_wrap=True)
     for f in figures:
@@ -88,13 +88,17 @@ def _table(figures: "list[RouterFigures]") -> "Table":
         table.add_row(
             f.name,
             f"{f.params_per_layer:,}",
-            f"{middle:.1f} ({low:.1f}–{high:.1f})",
+            f"{_ms(middle)} ({_ms(low)}–{_ms(high)})",
             *(_spread(values) for values in (f.token_entropy, f.load_entropy, f.max_over_mean, f.gini)),
             f"{sum(f.active_share) / len(f.active_share):.0%}",
             f"{sum(f.dropped) / len(f.dropped):.1%}",
             _spread(f.loss),
         )
     return table
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _spread(values: list[float]) -> str:

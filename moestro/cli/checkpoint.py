@@ -142,8 +142,12 @@ def export(
         model, why_not = exporting.known_model(found)
         if model is None and form == "huggingface":
             raise MoestroError(f"not a model that Hugging Face knows: {why_not}. Use --format moestro")
-        if model is None:
+        if model is None and layout is None:
             typer.echo(f"not as a Hugging Face model: {why_not}", err=True)
+        elif model is None:
+            raise MoestroError(f"--layout is of Hugging Face models, and this is none: {why_not}. Leave --layout out")
+    elif layout is not None:
+        raise MoestroError("--layout is of Hugging Face models; leave it or --format moestro out")
     with _bar("export", convert.total_bytes(found, "model.")) as advance:
         if model is None:
             written = exporting.export_plain(found, destination, how, advance)

@@ -29,6 +29,10 @@ class RopeConfig(Section):
     def _check(self) -> Self:
         if self.scaling in ("yarn", "llama3") and self.original_max_seq_len is None:
             raise ValueError(f'scaling = "{self.scaling}" needs original_max_seq_len, the length before it')
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor must exceed low_freq_factor = {self.low_freq_factor}")
+        if self.scaling == "yarn" and self.theta <= 1:
+            raise ValueError(f'scaling = "yarn" needs theta above 1, got {self.theta}')
         if self.scaling == "none" and self.factor != 1:
             raise ValueError(f'factor = {self.factor} does nothing with scaling = "none"; choose one of the others')
         return self

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 
 from moestro.config.base import Section
 
+# By these words in their names weights are told apart (initial values, optimizer, part of a rank).
+RESERVED = ("conv", "embed", "experts", "lm_head", "queries", "router")
+
 
 class EncoderConfig(Section):
     """A transformer over the patches of one image (or the frames of one sound), and the connector behind it."""
@@ -39,6 +42,8 @@ class EncoderConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if any(word in self.name for word in RESERVED):
+            raise ValueError(f"{self.name}: an encoder's name may not contain one of {', '.join(RESERVED)}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"{self.name}: num_heads = {self.num_heads} does not divide {self.hidden_size}")
         if self.connector == "mlp" and self.num_tokens != self.max_patches:

@@ -187,6 +187,10 @@ class ModelConfig(Section):
         """Dimensions of a head of which RopeConfig.fraction is rotated."""
         return self.mla.rope_head_dim if self.mla is not None else self.resolved_head_dim
 
+    def rope_of(self, kind: LayerType) -> RopeConfig:
+        """Of the layers of this type."""
+        return self.sliding_rope if kind == "sliding" and self.sliding_rope is not None else self.rope
+
     def rotated_dims(self, rope: RopeConfig) -> int:
         return round(self.rope_head_dim * rope.fraction)
 

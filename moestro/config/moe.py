@@ -150,6 +150,7 @@ class MoEConfig(Section):
     def _check(self) -> Self:
         self._check_sizes()
         self._check_router()
+        self._check_ignored()
         return self
 
     def _check_sizes(self) -> None:
@@ -204,9 +205,31 @@ class MoEConfig(Section):
             raise ValueError('router.eval_top_k and eval_threshold are for router.selection = "dense"')
         # With one expert's weight divided by itself, or one logit's softmax, nothing would ever train the router.
         constant = router.renormalize or (router.top_k_before_score and router.score == "softmax")
-        plain = router.selection == "top_k" and router.kind != "hash"
-        if constant and plain and 1 in top_ks and experts > 1:
+        weighed = router.selection in ("top_k", "k_top_1", "sam") and router.kind != "hash"
+        if constant and weighed and 1 in top_ks and self.num_choices > 1:
             raise ValueError(
                 "top_k = 1 with router.renormalize or router.top_k_before_score makes every weight 1, and the "
                 "language-model loss trains no router; set both to false"
+            )
+
+    def _check_ignored(self) -> None:
+        """Options that the selection would never look at. Those of other kinds of router pass, so that kinds can be
+        swapped."""
+        router, kind = self.router, self.router.selection
+        ignored = {
+            "router.num_groups": router.num_groups > 1 and kind not in ("top_k", "sam"),
+            "router.top_groups": router.top_groups > 1 and kind == "sam",
+            "router.top_k_before_score": router.top_k_before_score and kind != "top_k",
+            "router.scaling_factor": router.scaling_factor != 1 and kind == "base",
+            "router.eval_capacity_factor": router.eval_capacity_factor is not None and kind == "expert_choice",
+            "router.min_expert_capacity": router.min_expert_capacity > 1 and kind == "expert_choice",
+            "balance.alignment_coef": self.balance.alignment_coef > 0 and kind != "sam",
+        }
+        for name, is_set in ignored.items():
+            if is_set:
+                raise ValueError(f'{name} does nothing with router.selection = "{kind}"; leave it out')
+        if kind == "dense_to_sparse" and router.temperature < router.min_temperature:
+            raise ValueError(
+                f"router.temperature = {router.temperature} lies below router.min_temperature = "
+                f"{router.min_temperature}, to which it is to fall"
             )

@@ -112,7 +112,7 @@ class Config(Section):
         weights = {key if key in names else numbers.get(key, key): weight for key, weight in mixture.items()}
         unknown = [key for key in weights if key not in names]
         if unknown:
-            raise ValueError(f"mixture names a source '{unknown[0]}'; there are {', '.join(names)}")
+            raise ValueError(f"mixture names a source '{unknown[0]}'; known are {', '.join(names)}")
         if len(weights) < len(mixture):
             raise ValueError("mixture names a source twice, by name and by number")
         # Copied, not checked again: here a weight may be 0.

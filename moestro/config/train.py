@@ -53,7 +53,7 @@ class TrainConfig(Section):
         if steps and sum(steps) != self.steps:
             raise ValueError(
                 f"steps = {self.steps}, but the phases have {' + '.join(map(str, steps))} = {sum(steps)}; leave "
-                "train.steps out"
+                "train.steps out or set it to that"
             )
         if self.expert_chunks == "auto" and self.expert_memory_mib is None:
             raise ValueError('expert_chunks = "auto" needs expert_memory_mib, the memory a chunk may take')

@@ -73,10 +73,12 @@ def _open_item(path: Path, encoder: EncoderConfig) -> NDArray[Any]:
         raise ValueError(f"cannot read {path} as an .npy array: {reason}") from error
     least = encoder.max_patches if encoder.shape == "grid" else 1
     fits = isinstance(array, np.ndarray) and array.ndim == 2 and array.shape[1] == encoder.input_size
-    if not fits or not least <= array.shape[0] <= encoder.max_patches or array.dtype.kind not in "fiu":
+    if not fits or not least <= array.shape[0] <= encoder.max_patches:
         shape = list(getattr(array, "shape", ()))
         count = str(encoder.max_patches) if least > 1 or encoder.max_patches == 1 else f"1 to {encoder.max_patches}"
         raise ValueError(f"{path} is {shape}; the encoder '{encoder.name}' takes [{count}, {encoder.input_size}]")
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"{path} holds values of type {array.dtype}, not numbers")
     return array
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moestro.config import ModelConfig, RopeConfig
+from moestro.config.model import LayerType
 
 
 def rope_tables(position_ids: Tensor, dims: int, rope: RopeConfig) -> tuple[Tensor, Tensor]:
@@ -25,10 +26,10 @@ def rope_tables(position_ids: Tensor, dims: int, rope: RopeConfig) -> tuple[Tens
     return (angle.cos() * factor).unsqueeze(1), (angle.sin() * factor).unsqueeze(1)
 
 
-def softmax_scale(config: ModelConfig) -> float:
+def softmax_scale(config: ModelConfig, kind: LayerType = "full") -> float:
     """Of latent attention's scores: 1 / sqrt(head_dim), which yarn multiplies by m(mscale_all_dim)² (DeepSeek-V3)."""
     assert config.mla is not None
-    rope, scale = config.rope, config.mla.qk_head_dim**-0.5
+    rope, scale = config.rope_of(kind), config.mla.qk_head_dim**-0.5
     return scale * _mscale(rope, rope.mscale_all_dim) ** 2 if rope.scaling == "yarn" else scale
 
 

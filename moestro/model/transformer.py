@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moestro.config import ModelConfig, RopeConfig
 from moestro.config.model import LayerType
-from moestro.model.attention.cache import KVCache
+from moestro.model.attention.cache import KVCache, LayerCache
 from moestro.model.attention.head_experts import HeadExpertAttention, HeadStats
 from moestro.model.attention.mask import Positions, positions_of
 from moestro.model.attention.mla import LatentAttention
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         depth_losses: list[Tensor | None] = []
         for i, block in enumerate(self.blocks()):
             layer_cache = cache.layers[i] if cache is not None else None
-            out = self._run(block, x, positions[block.layer_type], groups, state, layer_cache)
+            out = self._run(block, layer_cache, x, positions[block.layer_type], groups, state)
             x, state = out.x, out.router_state
             stats.append(out.stats)
             heads.append(out.head_stats)
@@ -207,13 +207,12 @@ class Transformer(nn.Module):
             return x
         return torch.cat((x, x.new_zeros(*x.shape[:-1], carried) if state is None else state.to(x.dtype)), -1)
 
-    def _run(self, block: nn.Module, *args: Any) -> BlockOutput:
-        *_, cache = args
+    def _run(self, block: nn.Module, cache: LayerCache | None, *args: Any) -> BlockOutput:
         if self.recompute and cache is None and torch.is_grad_enabled():
             # Statistics leave the block as outputs, so the second forward of a recomputed block counts nothing.
             again: BlockOutput = checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
             return again
-        output: BlockOutput = block(*args)
+        output: BlockOutput = block(*args) if cache is None else block(*args, cache)
         return output
 
     def _nll(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
@@ -240,7 +239,9 @@ class Transformer(nn.Module):
         for known, target, mtp in zip([labels, *ahead[:-1]], ahead, self.mtp.values(), strict=True):
             assert isinstance(mtp, MTPBlock)
             embedding = self.embed_tokens(known.clamp_min(0)).to(self.stream_dtype)
-            x, block_stats, state, block_heads, _ = mtp(x, embedding, positions[mtp.block.layer_type], groups, state)
+            x, block_stats, state, block_heads, _ = self._run(
+                mtp, None, x, embedding, positions[mtp.block.layer_type], groups, state
+            )
             stats.append(block_stats)
             heads.append(block_heads)
             losses.append(self._nll(mtp.norm(x).to(self.dtype), target, 1.0))
@@ -283,7 +284,7 @@ class Transformer(nn.Module):
         self.config = self.config.model_copy(update={"rope": rope})
         for block in self.all_blocks():
             if isinstance(block.self_attn, LatentAttention):
-                block.self_attn.scale = softmax_scale(self.config)
+                block.self_attn.scale = softmax_scale(self.config, block.layer_type)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -124,7 +124,8 @@ def resolve_layout(config: Config, world_size: int, ranks_per_node: int | None =
             "or change one of them"
         )
     ranks_per_node = parallel.ranks_per_node or ranks_per_node or this_rank().local_world_size
-    _check_model(config, dp, ranks_per_node)
+    _check_cuts(config)
+    _check_experts(config, dp, ranks_per_node)
     stages = _stages(config)
     size, micro_batches = _micro_batches(config, dp, stages)
     _check_schedule(parallel, len(stages), micro_batches, config)
@@ -166,12 +167,18 @@ def _zero(parallel: ParallelConfig, dp: int) -> int:
     return parallel.zero
 
 
-def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
-    parallel, model, moe = config.parallel, config.model, config.model.moe
-    tp, cp, ep, seq_len = parallel.tp, parallel.cp, parallel.ep, config.data.seq_len
+def _check_cuts(config: Config) -> None:
+    """What tp and cp cut: widths and sequences."""
+    model, moe, tp, cp, seq_len = (
+        config.model,
+        config.model.moe,
+        config.parallel.tp,
+        config.parallel.cp,
+        config.data.seq_len,
+    )
     widths = {
         "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.resolved_num_kv_heads,
+        "model.num_kv_heads": None if model.mla else model.resolved_num_kv_heads,
         "model.intermediate_size": model.intermediate_size if not all(model.moe_layers) else None,
     }
     if moe is not None:
@@ -199,6 +206,16 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
             f"data.seq_len = {seq_len} cannot be cut for parallel.cp = {cp} and parallel.tp = {tp}; "
             f"make it a multiple of {parts}"
         )
+    if model.cca is not None and cp > 1 and model.cca.halo > seq_len // (2 * cp):
+        raise MoestroError(
+            f"model.cca looks back {model.cca.halo} tokens, further than the {seq_len // (2 * cp)} of a chunk; "
+            f"use longer sequences or lower parallel.cp = {cp}"
+        )
+
+
+def _check_experts(config: Config, dp: int, ranks_per_node: int) -> None:
+    """Where the experts are, and how tokens reach them."""
+    parallel, moe, ep = config.parallel, config.model.moe, config.parallel.ep
     if ep > 1 and moe is None:
         raise MoestroError(
             f"parallel.ep = {ep} needs experts, but the model has no [model.moe]; add it or leave ep out"
@@ -206,7 +223,7 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
     if moe is not None and moe.resolved_num_experts % ep:
         times = f" · granularity = {moe.resolved_num_experts}" if moe.granularity > 1 else f" = {moe.num_experts}"
         raise MoestroError(f"parallel.ep = {ep} does not divide model.moe.num_experts{times}; change one of them")
-    data, shards = dp * parallel.fsdp * cp, parallel.fsdp * cp
+    data, shards = dp * parallel.fsdp * parallel.cp, parallel.fsdp * parallel.cp
     if data % ep:
         raise MoestroError(
             f"parallel.ep = {ep} does not divide the dp · fsdp · cp = {data} ranks it is taken from; change one of them"
@@ -221,7 +238,7 @@ def _check_model(config: Config, dp: int, ranks_per_node: int) -> None:
             f"{parallel.dispatch!r} does not; set it to 'all_to_all' or train.expert_overlap to false"
         )
     if parallel.dispatch in ("leader", "two_hop") and ep > 1:
-        per_node = ranks_per_node // tp
+        per_node = ranks_per_node // parallel.tp
         if per_node < 2 or ep % per_node or ep == per_node:
             raise MoestroError(
                 f"parallel.dispatch = {parallel.dispatch!r} needs an ep group over several nodes: ep = {ep} with "
@@ -299,6 +316,13 @@ def _check_schedule(parallel: ParallelConfig, stages: int, micro_batches: int, c
         raise MoestroError(
             f"parallel.schedule = {schedule!r} needs {multiple} micro-batches a rank, got {micro_batches}; lower "
             "train.micro_batch_size or raise train.global_batch_size"
+        )
+    model = config.model
+    if schedule in SPLIT_BACKWARD and model.mtp is not None and (model.mtp.depth > 1 or model.tie_embeddings):
+        raise MoestroError(
+            f"parallel.schedule = {schedule!r} runs backward in two parts, which cannot follow an embedding that is "
+            "used at several depths; set model.mtp.depth = 1 and model.tie_embeddings = false, or choose '1f1b' or "
+            "'interleaved'"
         )
     if schedule in SPLIT_BACKWARD and (config.train.recompute != "none" or config.train.expert_recompute):
         raise MoestroError(

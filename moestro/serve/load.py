@@ -29,6 +29,10 @@ def load_run(folder: Path, device: str = "auto") -> LoadedRun:
         MoestroError: no run, or no usable checkpoint, in `folder`.
     """
     if not (folder / "config.toml").is_file():
+        if (folder / "config.json").is_file():
+            raise MoestroError(
+                f"{folder} holds no run; if it is a Hugging Face model, `moestro checkpoint import` it first"
+            )
         raise MoestroError(f"{folder} holds no run (no config.toml); give the folder that `moestro train` printed")
     config = load_config(str(folder / "config.toml")).config
     path, damaged = newest_good(folder / "checkpoints")

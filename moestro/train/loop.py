@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moestro.checkpoint.inspect import find_checkpoint
+from moestro.checkpoint.inspect import all_checkpoints, find_checkpoint
 from moestro.checkpoint.saver import AsyncSaver, Saved
-from moestro.checkpoint.store import Progress, load_checkpoint, newest_good, save_checkpoint
+from moestro.checkpoint.store import Progress, checkpoints, load_checkpoint, newest_good, save_checkpoint
 from moestro.config import Config, count
 from moestro.data.batches import TrainStream, ValidationStream
 from moestro.data.prepare import PreparedData, prepare
@@ -93,6 +93,8 @@ def _begin(config: Config, folder: RunFolder, prepared: PreparedData) -> None:
     """Refuse what cannot be trained or continued here, then note what will be."""
     if folder.has_run:
         folder.refuse_changes(config)
+    if config.run.init_from is not None and not checkpoints(folder.checkpoints):
+        _check_start(Path(config.run.init_from), prepared)
     check_trackers(config)
     _check_prompts(config, prepared)
     _refuse_changed_text(folder, prepared)
@@ -186,20 +188,10 @@ class _Trainer:
         """Take the weights and the balancing state from run.init_from, if that is set; the optimizer starts anew."""
         if self.config.run.init_from is None:
             return []
-        path, notes = on_main(self.world, lambda: self._starting_point(Path(str(self.config.run.init_from))))
+        path, notes = on_main(self.world, lambda: find_checkpoint(Path(str(self.config.run.init_from))))
         load_checkpoint(path, self.update.parameters_state() | buffers(self.engine.models), self.world)
         self.update.after_load()
         return [*notes, f"started from the weights of {path}"]
-
-    def _starting_point(self, source: Path) -> tuple[Path, list[str]]:
-        path, damaged = find_checkpoint(source)
-        tokenizer = path.parent.parent / "tokenizer.json"
-        if tokenizer.is_file() and Tokenizer.load(tokenizer).fingerprint != self.prepared.tokenizer.fingerprint:
-            raise MoestroError(
-                f"run.init_from = {source} was trained with another tokenizer; set data.tokenizer.kind=file "
-                f"data.tokenizer.path={tokenizer}"
-            )
-        return path, damaged
 
     def _advance(self, bar: TrainProgress) -> None:
         """Make ready for the next step if another stretch begins with it, or if a resumed run is in a later one."""
@@ -377,6 +369,16 @@ def _check_prompts(config: Config, prepared: PreparedData) -> None:
     for prompt in config.run.sample_prompts:
         if len(prepared.tokenizer.encode(prompt)) + 1 >= config.model.max_seq_len:
             raise MoestroError(f"run.sample_prompts: {prompt[:20]!r}… leaves no room in model.max_seq_len; shorten it")
+
+
+def _check_start(source: Path, prepared: PreparedData) -> None:
+    """Raise MoestroError when run.init_from cannot be begun from, before the folder holds a run."""
+    tokenizer = all_checkpoints(source)[-1].parent.parent / "tokenizer.json"
+    if tokenizer.is_file() and Tokenizer.load(tokenizer).fingerprint != prepared.tokenizer.fingerprint:
+        raise MoestroError(
+            f"run.init_from = {source} was trained with another tokenizer; set data.tokenizer.kind=file "
+            f"data.tokenizer.path={tokenizer}"
+        )
 
 
 def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:

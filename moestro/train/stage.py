@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moestro.data.batches import IGNORE, Batch
+from moestro.model.attention.head_experts import HeadStats
 from moestro.model.media import Media
 from moestro.model.moe.router import RouterStats
 from moestro.model.shards import SequenceShard
@@ -76,7 +77,7 @@ class Outcome:
     nll: Tensor | None  # loss_scale · Σ nll, in the last stage
     mtp_nll: Tensor | None  # the same of multi-token prediction, the mean of its depths
     router_stats: list[RouterStats]
-    head_shares: list[Tensor]  # `HeadStats.shares` of the blocks with attention experts, in their order
+    head_stats: list[HeadStats]  # of the blocks with attention experts, in their order
     depth_loss: Tensor | None  # see `ModelOutput`
 
 
@@ -110,12 +111,11 @@ class Stage(nn.Module):
             ahead=micro.ahead if last and self.training else None,
             media=micro.media if self.model.is_first else (),
         )
-        shares = [stats.shares for stats in out.head_stats]
         self.outcomes[index] = Outcome(
             _detached(out.loss),
             _detached(out.mtp_loss),
             _detached_stats(out.router_stats),
-            shares,
+            [HeadStats(s.mi_loss.detach(), s.shares) for s in out.head_stats],
             _detached(out.depth_loss),
         )
         penalty = self._penalty(out, micro.share) if self.training else None

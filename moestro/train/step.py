@@ -29,7 +29,8 @@ class StepResult:
     loss: Tensor  # mean negative log likelihood of the predicted tokens, in nats
     aux_loss: Tensor  # mean over MoE layers, before its coefficient; 1 at uniform routing
     z_loss: Tensor  # mean over MoE layers, before its coefficient
-    # The other balance losses, mean over MoE layers, coefficients included; and that of a mixture of depths.
+    # The other balance losses, mean over MoE layers (of attention experts over all), coefficients included; and that of
+    # a mixture of depths.
     other_loss: Tensor
     mtp_loss: Tensor  # of multi-token prediction, mean over its depths, before its coefficient
     grad_norm: Tensor  # before clipping
@@ -122,7 +123,9 @@ def _figures(engine: Engine, micro_batches: list[MicroBatch]) -> _Figures:
     blocks, moe_layers = config.num_blocks, [i for i, is_moe in enumerate(config.moe_blocks) if is_moe]
     experts = config.moe.num_choices if config.moe else 0
     width = num_sums(config) if config.moe else 0
-    heads = config.attention_experts.num_experts if config.attention_experts else 0
+    heads, mi_coef = 0, 0.0
+    if config.attention_experts is not None:
+        heads, mi_coef = config.attention_experts.num_experts, config.attention_experts.mi_coef
     everything = torch.zeros(5 + blocks * (experts * (1 + width) + 2 + heads), device=engine.device)
     loss, aux, z, other, mtp = everything[:5].unbind(0)
     sizes = (experts, 1, 1, experts * width, heads)
@@ -147,7 +150,8 @@ def _figures(engine: Engine, micro_batches: list[MicroBatch]) -> _Figures:
                 aux += share * stats.aux_loss / len(moe_layers)
                 z += share * stats.z_loss / len(moe_layers)
                 other += share * stats.other_loss / len(moe_layers)
-            for i, shares in zip(stage.model.head_experts(), outcome.head_shares, strict=True):
-                head_shares[i] += shares
+            for i, head_stats in zip(stage.model.head_experts(), outcome.head_stats, strict=True):
+                head_shares[i] += head_stats.shares
+                other += share * mi_coef * head_stats.mi_loss / blocks
     all_reduce(everything, engine.mesh.world)
     return _Figures(loss, aux, z, other, mtp, load, dropped, entropy, sums, head_shares, moe_layers)

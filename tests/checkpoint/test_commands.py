@@ -224,11 +224,14 @@ class TestWrongPaths:
             ("step_00000009", "there is no checkpoint"),
             ("empty", "holds no checkpoint"),
             ("begun", "no "),
+            ("hf", "holds no checkpoint; if it is a Hugging Face model, `moestro checkpoint import` it first"),
         ],
     )
     @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("reshape", "new"), ("export", "new")])
     def test_is_one_line(self, command: tuple[str, ...], path: str, message: str, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "config.json").write_text("{}")
         (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
         name, *destination = command
         done = moestro("checkpoint", name, str(tmp_path / path), *(str(tmp_path / d) for d in destination))

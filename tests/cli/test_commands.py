@@ -396,7 +396,7 @@ class TestMistakes:
 
 
 def test_ctrl_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moestro.train.loop.prepare", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("moestro.train.loop.prepare", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     done = moestro("train", config_file(tmp_path))
     assert done.code == 130
     assert "Traceback" not in done.err

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moestro.config import DataConfig, ModelConfig, MoEConfig, OptimConfig, TokenizerConfig, TrainConfig
+from moestro.config import DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TokenizerConfig, TrainConfig
 
 DENSE = {"hidden_size": 8, "num_layers": 4, "num_heads": 2, "intermediate_size": 16}
 MOE = {"num_experts": 4, "expert_hidden_size": 4}
@@ -30,6 +30,34 @@ MOE = {"num_experts": 4, "expert_hidden_size": 4}
         (ModelConfig, DENSE | {"moe": MOE | {"every_n_layers": 5}}, "no layer is MoE"),
         (ModelConfig, DENSE | {"moe": MOE | {"top_k": [2, 3]}}, "moe.top_k lists 2 values for 4 MoE layers"),
         (ModelConfig, DENSE | {"moe": MOE | {"top_k": []}}, "moe.top_k lists 0 values for 4 MoE layers"),
+        (
+            MoEConfig,
+            MOE | {"top_k": 1, "num_experts": 1, "null_experts": 1},
+            "top_k = 1 with router.renormalize or router.top_k_before_score makes every weight 1",
+        ),
+        (MoEConfig, MOE | {"top_k": 1, "router": {"selection": "k_top_1"}}, "top_k = 1 with router.renormalize"),
+        (MoEConfig, MOE | {"router": {"selection": "dense", "num_groups": 2, "top_groups": 2}}, "router.num_groups"),
+        (MoEConfig, MOE | {"router": {"selection": "sam", "num_groups": 2, "top_groups": 2}}, "router.top_groups"),
+        (MoEConfig, MOE | {"router": {"selection": "sam", "top_k_before_score": True}}, "router.top_k_before_score"),
+        (MoEConfig, MOE | {"top_k": 1, "router": {"selection": "base", "scaling_factor": 2}}, "router.scaling_factor"),
+        (
+            MoEConfig,
+            MOE | {"router": {"selection": "expert_choice", "eval_capacity_factor": 2}},
+            "router.eval_capacity_factor",
+        ),
+        (MoEConfig, MOE | {"router": {"selection": "expert_choice", "min_expert_capacity": 2}}, "router.min_expert"),
+        (MoEConfig, MOE | {"balance": {"alignment_coef": 0.1}}, "balance.alignment_coef does nothing"),
+        (
+            MoEConfig,
+            MOE | {"router": {"selection": "dense_to_sparse", "temperature": 0.05}},
+            "router.temperature = 0.05 lies below router.min_temperature = 0.1",
+        ),
+        (
+            RopeConfig,
+            {"scaling": "llama3", "original_max_seq_len": 8, "high_freq_factor": 1},
+            "high_freq_factor must exceed low_freq_factor = 1.0",
+        ),
+        (RopeConfig, {"scaling": "yarn", "original_max_seq_len": 8, "theta": 1}, "needs theta above 1"),
         (MoEConfig, MOE | {"top_k": 5}, "top_k = 5 must lie between 1 and num_experts = 4"),
         (MoEConfig, MOE | {"top_k": 0}, "top_k = 0 must lie between 1 and num_experts = 4"),
         (MoEConfig, MOE | {"top_k": [4, 5]}, "top_k = 5 must lie between 1 and num_experts = 4"),

@@ -187,7 +187,7 @@ def read(path: Path, format: str, policy: Any = "error") -> list[Any]:
         ("<image> a", ["small.npy"], r"small.npy is \[3, 3\]; the encoder 'image' takes \[4, 3\]"),
         ("<sound> a", ["good.npy"], r"good.npy is \[4, 3\]; the encoder 'sound' takes \[1 to 5, 2\]"),
         ("<sound> a", ["long.npy"], r"long.npy is \[6, 2\]"),
-        ("<image> a", ["words.npy"], "words.npy is"),
+        ("<image> a", ["words.npy"], "words.npy holds values of type <U4, not numbers"),
         ("<image>", ["good.npy"], "empty document"),
     ],
 )

@@ -273,6 +273,7 @@ def test_low_precision() -> None:
         ({"connector": "mlp"}, "makes a token of every patch"),
         ({"num_heads": 3}, "num_heads = 3 does not divide 8"),
         ({"name": "an image"}, "should match pattern"),
+        ({"name": "router"}, "an encoder's name may not contain one of"),
     ],
 )
 def test_bad_settings(change: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from moestro.data.batches import IGNORE
 from moestro.model.attention.mask import positions_of
+from moestro.model.block import MTPBlock
 from moestro.model.moe.router import TokenGroups
 from moestro.model.transformer import Transformer
 from moestro.train.stage import labels_ahead
@@ -59,6 +60,26 @@ def test_equals_its_equations(tied: bool) -> None:
     wanted = torch.autograd.grad(expected, [model.head_weight, model.embed_tokens.weight])
     for one, other in zip(found, wanted, strict=True):
         assert error(one, other) < 1e-4
+
+
+def test_its_blocks_are_recomputed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = MTPBlock.forward
+    monkeypatch.setattr(MTPBlock, "forward", lambda *args: calls.append(1) or forward(*args))
+    ids = token_ids(2, 9)
+    labels = ids.roll(-1, 1)
+    ahead = labels_ahead(labels, torch.zeros_like(ids), 2)
+    found = []
+    for recompute, expected in ((False, 2), (True, 4)):
+        calls.clear()
+        model = build(model_config({}, mtp={"depth": 2}), recompute=recompute)
+        out = model(ids, labels=labels, ahead=ahead)
+        assert out.mtp_loss is not None
+        (out.loss + out.mtp_loss).backward()
+        assert len(calls) == expected
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_labels_ahead_stay_in_their_document() -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from moestro.config import RopeConfig
+from moestro.model.attention.mla import LatentAttention
 from moestro.model.rope import apply_rope, rope_tables, softmax_scale
 
 from .helpers import model_config, normal
@@ -113,6 +114,12 @@ def test_the_softmax_scale_of_latent_attention() -> None:
         rope = YARN | {"factor": 40.0, "mscale_all_dim": all_dim}
         config = model_config(mla=mla, rope=rope, qk_norm="none")
         assert softmax_scale(config) == pytest.approx(m**2 / 10**0.5, rel=1e-12)
+        # A layer's scale is that of its own embeddings.
+        config = model_config(
+            mla=mla, rope={}, sliding_rope=rope, sliding_window=4, layer_types=["full", "sliding"], qk_norm="none"
+        )
+        scales = [LatentAttention(config, layer).scale for layer in range(2)]
+        assert scales == [10**-0.5, pytest.approx(m**2 / 10**0.5, rel=1e-12)]
 
 
 def test_the_rest_of_a_head_passes_through() -> None:

@@ -117,6 +117,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "balance": {"aux_coef": 0.02},
         },
     },
+    "hash": {
+        "attention_experts": {"num_experts": 4, "mi_coef": 0.1},
+        "mtp": {"depth": 1},
+        "moe": MOE | {"activation": "geglu", "router": {"kind": "hash"}, "balance": {"aux_coef": 0.0}},
+    },
+    "k_top_1": {"moe": MOE | {"router": {"selection": "k_top_1", "renormalize": False}, "balance": {"aux_coef": 0.1}}},
     "quantile": {
         "moe": MOE
         | {
@@ -127,10 +133,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 # ep takes its ranks from the others, here dp.
 SIZES = ({"pp": 2}, {"fsdp": 2}, {"cp": 2}, {"tp": 2}, {"dp": 2, "ep": 2})
+# Whose keys and values travel in a ring under cp, not all at once.
+RING = ("deepseek", "gpt_oss", "k_top_1")
 # What `resolve_layout` refuses, with the words that say so.
 REFUSED = {
     ("zaya", "tp"): "cca",
     ("ds_moe", "tp"): "attention_experts",
+    ("hash", "tp"): "attention_experts",
 }
 
 
@@ -164,7 +173,7 @@ def make_config(model: str, parallel: dict[str, int]) -> Config:
         "model": sizes | ARCHITECTURES[model],
         "data": {"sources": [{"path": "unused"}], "seq_len": SEQ_LEN},
         "optim": {"name": "muon", "lr": 3e-3, "muon_lr": 3e-3, "eps": 1e-6},
-        "parallel": parallel,
+        "parallel": parallel | ({"context": "ring"} if model in RING else {}),
         "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2},
     })  # fmt: skip
 

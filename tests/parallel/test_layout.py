@@ -135,6 +135,21 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         {"pp": 2, "schedule": "dualpipev", "train.global_batch_size": 2},
         "'dualpipev' needs at least 4 micro-batches",
     ),
+    "cca across chunks": (
+        8,
+        {"cp": 8, "data.seq_len": 64, "model.cca": {"depthwise_taps": 9, "grouped_taps": 9}},
+        "model.cca looks back 16 tokens, further than the 4 of a chunk",
+    ),
+    "backward in two parts through two depths": (
+        2,
+        {"pp": 2, "schedule": "zbv", "model.mtp": {"depth": 2}},
+        "set model.mtp.depth = 1 and model.tie_embeddings = false, or choose '1f1b'",
+    ),
+    "backward in two parts through a tied embedding": (
+        2,
+        {"pp": 2, "schedule": "zero_bubble", "model.mtp": {}, "model.tie_embeddings": True},
+        "set model.mtp.depth = 1 and model.tie_embeddings = false, or choose '1f1b'",
+    ),
     "recompute": (
         2,
         {"pp": 2, "schedule": "zero_bubble", "train.recompute": "block"},

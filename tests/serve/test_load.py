@@ -47,6 +47,9 @@ def test_falls_back_to_the_older_checkpoint(copy: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(MoestroError, match=r"holds no run \(no config\.toml\); give the folder that"):
         load_run(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MoestroError, match="`moestro checkpoint import` it first"):
+        load_run(tmp_path)
 
 
 def test_no_checkpoint_yet(copy: Path) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from moestro.checkpoint.store import Progress, save_checkpoint
 from moestro.errors import MoestroError
+from moestro.parallel.logical import model_tensors
+from moestro.serve.load import load_run
 from moestro.train import loop
 from moestro.train.loop import train
 
@@ -56,3 +59,15 @@ def test_refusals(tmp_path: Path) -> None:
     (other / "tokenizer.json").write_text(text + "\n")
     with pytest.raises(MoestroError, match="another tokenizer"):
         train(config(tmp_path, MODEL, named("other", init_from=str(other))))
+    # A name is not spent on a start that could not be: with the right run.init_from the same command works.
+    train(config(tmp_path, MODEL, STILL, named("nowhere", init_from=str(first))))
+
+
+def test_weights_without_optimizer_state_are_not_resumed(tmp_path: Path) -> None:
+    """As those of an imported model are."""
+    first = train(config(tmp_path, MODEL, {"train": {"steps": 1}})).folder
+    tensors = model_tensors(load_run(first, "cpu").model)
+    shutil.rmtree(first / "checkpoints")
+    save_checkpoint(first / "checkpoints", tensors, Progress(0, 0, 0.0), keep=1)
+    with pytest.raises(MoestroError, match=r"holds no optimizer state.*run\.init_from"):
+        train(config(tmp_path, MODEL, {"train": {"steps": 1}, "run": {"resume": "auto"}}))

@@ -95,7 +95,8 @@ class TestUndisturbed:
         assert [r["step"] for r in logged] == list(range(1, STEPS + 1))
         for record in logged:
             assert set(record) == {
-                "kind", "step", "loss", "aux_loss", "z_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu",
+                "kind", "step", "loss", "aux_loss", "z_loss", "other_loss", "mtp_loss", "lr",
+                "grad_norm", "tokens", "tokens_per_s", "mfu",
                 "step_s", "time_s", "layers",
             }  # fmt: skip
             assert all(math.isfinite(v) for k, v in record.items() if k not in ("kind", "layers"))

@@ -273,7 +273,7 @@ class TestRefusals:
             ({"steps": 5, "global_batch_size": 7}, r"train\.phases\.0: global_batch_size = 7 is not a multiple"),
             (
                 {"steps": 5, "mixture": {"mroe": 1}},
-                r"train\.phases\.0: mixture names a source 'mroe'; there are 0, more",
+                r"train\.phases\.0: mixture names a source 'mroe'; known are 0, more",
             ),
             ({"steps": 5, "mixture": {"more": 1, "1": 1}}, "names a source twice"),
             ({"steps": 5, "mixture": {"more": 0}}, "weights of at least 0, and one above"),

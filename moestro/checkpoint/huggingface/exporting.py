@@ -214,6 +214,8 @@ def _write_side_files(run: Path, folder: Path, model: ModelConfig, end_of_text: 
             shutil.copyfile(run / name, folder / name)
         else:
             _write_json(folder / name, values)
+    if (run / "chat_template.jinja").is_file():
+        shutil.copyfile(run / "chat_template.jinja", folder / "chat_template.jinja")
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from moestro.errors import MoestroError, nearest
 
 Advance = Callable[[int], None]  # is told of bytes done
 FILE_BYTES = 4 << 30  # of a data file of the checkpoint
-SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def open_source(folder: Path) -> Source:
     ours = shapes(model)
     found = _layout(FAMILIES[model_type], model, ours, weights.keys())
     _check_keys(folder, found, weights.keys(), model)
+    _check_tied(folder, model, weights)
     boxes = {_piece(entry, tuple(ours[entry.name].shape), weights, folder): entry for entry in found if not entry.copy}
     _check_types(folder, boxes)
     named = {entry.name for entry in found}
@@ -141,7 +142,7 @@ def run_config(source: Source, destination: Path) -> Config:
 def _model(family: Family, settings: Settings, keys: set[str]) -> ModelConfig:
     try:
         read = family.read(settings)
-    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError) as error:
         raise MoestroError(f"{settings.origin}: a value is not of the type it should have: {error}") from error
     if "mtp" in read and not any(key.startswith(f"model.layers.{read['num_layers']}.") for key in keys):
         del read["mtp"]  # transformers keeps the number and drops the weights
@@ -167,6 +168,22 @@ def _check_keys(folder: Path, found: list[Entry], keys: set[str], model: ModelCo
             raise MoestroError(f"{folder} {text} {left[0]}{more}, which is not what its config.json describes")
 
 
+def _check_tied(folder: Path, model: ModelConfig, weights: Weights) -> None:
+    """A head beside the embedding that it is tied to must repeat it; transformers 5 unties one that does not."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    held = weights.keys()
+    if not model.tie_embeddings or head not in held:
+        return
+    if (weights.shape(head), weights.dtype(head)) == (weights.shape(embedding), weights.dtype(embedding)):
+        rows = range(weights.shape(head)[0])
+        if all(torch.equal(weights.read(head, row), weights.read(embedding, row)) for row in rows):
+            return
+    raise MoestroError(
+        f"{folder}: config.json ties the head to the embedding, but {head} differs from {embedding}; set "
+        "tie_word_embeddings to false there, or take the tensor out"
+    )
+
+
 def _piece(entry: Entry, whole: tuple[int, ...], weights: Weights, folder: Path) -> Piece:
     """The box that the entry fills, once their shapes and types are seen to be right."""
     shapes_there = [weights.shape(key) for key in entry.keys]
@@ -178,7 +195,9 @@ def _piece(entry: Entry, whole: tuple[int, ...], weights: Weights, folder: Path)
             if part != want:
                 rows = [whole[0]] if entry.row is not None else []
                 raise _wrong_shape(folder, key, weights, [*rows, *want])
-        if len(dtypes) > 1 or not dtypes <= set(WEIGHTS):
+        if len(dtypes) > 1:
+            raise MoestroError(f"{folder}: {' and '.join(entry.keys)} differ in type: {_names(dtypes)}")
+        if not dtypes <= set(WEIGHTS):
             raise MoestroError(f"{folder}: {entry.keys[0]} is of type {_names(dtypes)}, not of {_names(set(WEIGHTS))}")
         dtype = dtypes.pop()
     else:

@@ -60,6 +60,8 @@ def read_rope(settings: Settings, theta: float, label: str | None = None) -> dic
     for key in sorted(given):
         if key not in OF_KIND[KINDS[kind]] and KINDS[kind] != "none":
             raise settings.refusal(f"rope_parameters.{key}", given[key], f'rope_type "{kind}" has no such number')
+    if KINDS[kind] != "none" and "factor" not in given:
+        raise settings.refusal("rope_type", kind, "it needs a factor beside it")
     rope |= {PLAIN[key]: given[key] for key in OF_KIND[KINDS[kind]] if key in given and key in PLAIN}
     if kind in ("yarn", "llama3"):
         rope.setdefault("original_max_seq_len", max_len)

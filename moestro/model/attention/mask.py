@@ -49,7 +49,7 @@ def document_mask(
 ) -> AttentionMask:
     """Causal attention inside each document, to the last `window` tokens or to all.
 
-    document_ids: [batch, seq]; equal numbers mark one document.
+    document_ids: [batch or 1, seq]; equal numbers mark one document.
     """
     batch, seq = document_ids.shape
     # Flex attention has no backward on a CPU; the dense mask says the same.
@@ -58,7 +58,8 @@ def document_mask(
 
         def allowed(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             near = q >= k if window is None else (q >= k) & (q - k < window)
-            return near & (document_ids[b, q] == document_ids[b, k])
+            row = b % batch  # b counts the queries' rows, for all of which one of ids may stand
+            return near & (document_ids[row, q] == document_ids[row, k])
 
         block = create_block_mask(allowed, batch, None, seq, seq, device=document_ids.device)
         return AttentionMask(causal=False, block=block)
@@ -96,10 +97,9 @@ def positions_of(
     Args:
         past: positions in the cache; None without one.
     """
-    sliding = kind == "sliding"
-    rope = config.sliding_rope if sliding and config.sliding_rope is not None else config.rope
+    rope = config.rope_of(kind)
     tables = rope_tables(position_ids, config.rotated_dims(rope), rope)
-    window = config.sliding_window if sliding else None
+    window = config.sliding_window if kind == "sliding" else None
     mask = mask_of(config, position_ids, document_ids, window, past, shard)
     return Positions(position_ids, *tables, mask, document_ids)
 

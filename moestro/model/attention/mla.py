@@ -21,7 +21,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         mla, hidden, heads = config.mla, config.hidden_size, config.num_heads
         assert mla is not None
-        self.mla, self.scale = mla, softmax_scale(config)
+        self.mla, self.scale = mla, softmax_scale(config, config.layer_type(layer))
         self.window = config.sliding_window if config.layer_type(layer) == "sliding" else None
         if mla.q_rank is None:
             self.q_proj = Linear(hidden, heads * mla.qk_head_dim)

@@ -25,9 +25,9 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     """The expert of each token, [n] int64, that maximises Σ scores[t, expert] among all assignments with equal loads
     (differing by at most one when E does not divide n).
 
-    scores: [n, E], finite.
+    scores: [n, E]; what is not finite makes some assignment, for the loss to tell of it.
     """
-    table = scores.detach().to("cpu", torch.float64).numpy()
+    table = scores.detach().to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0).numpy()
     table = table / max(np.abs(table).max(initial=0.0), 1e-30)  # the tolerances below are for numbers near 1
     tokens, experts = table.shape
     choice = table.argmax(1) if tokens else np.zeros(0, dtype=np.int64)

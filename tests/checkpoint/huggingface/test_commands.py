@@ -12,12 +12,16 @@ from cli.helpers import moestro
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moestro.checkpoint.huggingface.importing import open_source
+
 from .models import Made, transformers
 
 
 class TestCommands:
     def test_there_and_back(self, made: Made, tmp_path: Path) -> None:
-        folder, run, out = made.folder("qwen3_moe"), tmp_path / "run", tmp_path / "out"
+        folder, run, out = tmp_path / "folder", tmp_path / "run", tmp_path / "out"
+        shutil.copytree(made.folder("qwen3_moe"), folder)
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
         done = moestro("checkpoint", "import", str(folder), str(run))
         assert done.code == 0, done.err
         assert done.out.startswith(f"{run}  qwen3_moe, ")
@@ -26,6 +30,7 @@ class TestCommands:
         done = moestro("checkpoint", "export", str(run), str(out))
         assert done.code == 0, done.err
         names = [
+            "chat_template.jinja",
             "config.json",
             "generation_config.json",
             "model.safetensors",
@@ -36,6 +41,7 @@ class TestCommands:
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
         assert tokenizer.eos_token_id == 0
         assert tokenizer("w3 w4")["input_ids"] == [3, 4]
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "w5"}], tokenize=False) == "w5"
 
     def test_the_rope_of_the_phase_that_training_is_in(self, made: Made, tmp_path: Path) -> None:
         run = Path(shutil.copytree(made.run("mixtral"), tmp_path / "run"))
@@ -56,6 +62,9 @@ class TestCommands:
         assert done.code == 0, done.err
         assert "the nearest, qwen3_moe, has no moe.router.score = sigmoid" in done.err
         assert (tmp_path / "plain" / "config.toml").is_file()
+        done = moestro("checkpoint", "export", str(run), str(tmp_path / "no"), "--layout", "fused")
+        assert done.code == 2
+        assert "--layout is of Hugging Face models" in done.err
         done = moestro("checkpoint", "export", str(run), str(tmp_path / "no"), "--format", "huggingface")
         assert done.code == 2
         assert not (tmp_path / "no").exists()
@@ -142,14 +151,17 @@ class TestRefusals:
             (tensors(lambda there: there.update({EXPERT: torch.zeros(16, 12)})), f"{EXPERT} is [16, 12], and"),
             (tensors(lambda there: there.update({ROUTER: there[ROUTER].double()})), "has the type F64"),
             (tensors(lambda there: there.update({ROUTER: there[ROUTER].byte()})), "is of type uint8"),
-            (tensors(lambda there: there.update({EXPERT: there[EXPERT].half()})), "of type float16 or float32"),
+            (tensors(lambda there: there.update({EXPERT: there[EXPERT].half()})), "differ in type: float16 or float32"),
             (tensors(lambda there: there.update({DOWN: there[DOWN].half()})), "of the types float16 or float32"),
             (config(model_type="qwen3_mo"), "Did you mean 'qwen3_moe'?"),
             (config(model_type="gpt2"), "Known are mixtral, olmoe"),
             (config(hidden_act="gelu"), 'hidden_act = "gelu" cannot be represented'),
+            (config(rope_parameters={"rope_type": "yarn", "mscale_all_dim": 1}), "it needs a factor"),
+            (config(model_type="zaya", zaya_mlp_expansion=1, zaya_layers=["a"]), "not of the type it should have"),
             (config(rope_parameters={"rope_type": "longrope"}), 'rope_type = "longrope" cannot'),
             (config(rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fast": 1}), "no such number"),
             (config(num_hidden_layers=3, mlp_only_layers=[1]), "neither the first ones nor regular"),
+            (config(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
             (config(num_experts_per_tok=9), "top_k = 9"),
             (config(num_attention_heads="four"), "num_heads"),
             (config(num_hidden_layers="2"), "not of the type it should have"),
@@ -166,6 +178,12 @@ class TestRefusals:
         assert words in done.err
         assert len(done.err.splitlines()) == 1, done.err
         assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_tied_head_that_repeats_the_embedding_is_none(self, made: Made, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(made.folder("qwen3_moe"), tmp_path / "folder"))
+        config(tie_word_embeddings=True)(folder)
+        tensors(lambda there: there.update({"lm_head.weight": there["model.embed_tokens.weight"].clone()}))(folder)
+        assert open_source(folder).model.tie_embeddings
 
     def test_a_run_that_is_there(self, made: Made, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()

@@ -173,7 +173,7 @@ def batch_of(seed: int, rows: int = 4, seq: int = 12) -> Batch:
 
 
 def train(micro_batch_size: int, mi_coef: float) -> tuple[Transformer, list[dict[str, Tensor]]]:
-    """Two steps; gradients and buffers of each."""
+    """Two steps; gradients, buffers and the reported loss of each."""
     experts = {"mi_coef": mi_coef}
     model = build(config_of(2, experts), dtype=torch.float64).double().train()
     update, states = PlainUpdate(model, [torch.optim.SGD(model.parameters(), 0.5)]), []
@@ -182,9 +182,10 @@ def train(micro_batch_size: int, mi_coef: float) -> tuple[Transformer, list[dict
         fields = [value.split(micro_batch_size) for name, value in vars(batch).items() if name != "media"]
         grads: dict[str, Tensor] = {}
         update.step = lambda g=grads: keep(model, update, g)  # type: ignore[method-assign]
-        step_module.train_step(alone(model, 0), update, [Batch(*part) for part in zip(*fields, strict=True)], None)
+        batches = [Batch(*part) for part in zip(*fields, strict=True)]
+        result = step_module.train_step(alone(model, 0), update, batches, None)
         shares = {name: b.clone() for name, b in model.named_buffers() if name.endswith("mean_shares")}
-        states.append(grads | shares)
+        states.append(grads | shares | {"other_loss": result.other_loss})
     return model, states
 
 
@@ -213,6 +214,7 @@ def test_mean_shares_are_those_of_valid_tokens() -> None:
     batch = batch_of(0)
     stats = fresh(batch.input_ids, batch.position_ids, batch.document_ids).head_stats
     assert len(stats) == model.config.num_layers
+    assert error(states[0]["other_loss"], 0.5 * torch.stack([found.mi_loss for found in stats]).mean()) < 1e-6
     for layer, found in enumerate(stats):
         expected = found.shares / (batch.document_ids >= 0).sum()
         assert error(states[0][f"layers.{layer}.self_attn.mean_shares"], expected) < 1e-6

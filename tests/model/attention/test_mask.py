@@ -153,6 +153,18 @@ def test_a_window_equals_the_slow_one(window: int) -> None:
         torch.testing.assert_close(attend(query, key, value, flex), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_window_of_flex_attention_without_documents() -> None:
+    """One row of document numbers stands for all rows of the batch."""
+    config = model_config(sliding_window=3, attention="flex")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mask = positions_of("sliding", config, torch.arange(9).unsqueeze(0), None, None, None).mask
+        assert mask.block is not None
+        query, key, value = normal(2, 4, 9, 6), normal(2, 2, 9, 6, seed=1), normal(2, 2, 9, 6, seed=2)
+        expected = slow_attention(query, key, value, causal(2, 9, 9, 3))
+        torch.testing.assert_close(attend(query, key, value, mask), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (1, 3), (3, 5), (6, 8)])
 def test_a_window_over_a_cache(queries: int, keys: int) -> None:
     query, key, value = normal(2, 4, queries, 6), normal(2, 2, keys, 6, seed=1), normal(2, 2, keys, 6, seed=2)

@@ -52,10 +52,10 @@ class Part(Whole):
         return x[self.places]
 
 
-LOSSES = {"mi_coef": 0.1, "alignment_coef": 0.2, "modality_prior_coef": 0.3, "modality_split_coef": 0.4}
+LOSSES = {"mi_coef": 0.1, "modality_prior_coef": 0.3, "modality_split_coef": 0.4}
 MORE: list[dict[str, Any]] = [
     {"balance": {"bias_rule": "quantile", "aux_scope": "sequence"} | LOSSES},
-    {"router": {"selection": "sam", "num_groups": 2}, "balance": LOSSES},
+    {"router": {"selection": "sam", "num_groups": 2}, "balance": LOSSES | {"alignment_coef": 0.2}},
     {"router": {"selection": "dense", "capacity_factor": 0.6} | RAW, "balance": {"aux_scope": "micro_batch"}},
     {"router": {"kind": "zaya", "hidden_size": 8, "noise": "gumbel", "noise_scale": 0.5}},
     {"router": {"kind": "hybrid", "hidden_size": 8, "noise_scale": 0.5}},

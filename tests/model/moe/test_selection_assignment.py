@@ -68,3 +68,12 @@ def test_ties_and_repeats() -> None:
     )
     copies = normal(2, 4).repeat_interleave(8, 0) * 1e6
     assert torch.bincount(balanced_assignment(copies)).tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_diverged_scores_come_to_an_end(value: float) -> None:
+    """A step with them is refused by its loss, which needs an assignment first."""
+    scores = normal(9, 3)
+    scores[2] = value
+    for table in (scores, torch.full((9, 3), value)):
+        assert torch.bincount(balanced_assignment(table), minlength=3).tolist() == [3, 3, 3]

@@ -1,0 +1,1 @@
+"""Looking into models: comparisons of their parts, and what was learned."""
