@@ -4,6 +4,12 @@ from moestro.errors import MoestroError, nearest
 from papers.result import Paper, PaperResult, Progress
 
 
+def _zaya1(progress: Progress) -> PaperResult:
+    from papers.zaya1 import run
+
+    return run(progress)
+
+
 def _switch_transformers(progress: Progress) -> PaperResult:
     from papers.switch_transformers import run
 
@@ -28,7 +34,58 @@ def _memfine(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _fine_grained_moe(progress: Progress) -> PaperResult:
+    from papers.fine_grained_moe import run
+
+    return run(progress)
+
+
+def _deepseek_v3(progress: Progress) -> PaperResult:
+    from papers.deepseek_v3 import run
+
+    return run(progress)
+
+
+def _ds_moe(progress: Progress) -> PaperResult:
+    from papers.ds_moe import run
+
+    return run(progress)
+
+
+def _mm1(progress: Progress) -> PaperResult:
+    from papers.mm1 import run
+
+    return run(progress)
+
+
+def _uni_moe(progress: Progress) -> PaperResult:
+    from papers.uni_moe import run
+
+    return run(progress)
+
+
+def _moma(progress: Progress) -> PaperResult:
+    from papers.moma import run
+
+    return run(progress)
+
+
+def _moe_routers(progress: Progress) -> PaperResult:
+    from papers.moe_routers import run
+
+    return run(progress)
+
+
 PAPERS: dict[str, Paper] = {
+    "zaya1": Paper(
+        slug="zaya1",
+        number=0,
+        system="ZAYA1",
+        title="Training Foundation Models on a Full-Stack AMD Platform: Compute, Networking, and System Design",
+        arxiv="2511.17127",
+        feature='model.cca, router.kind = "zaya", balance.bias_rule = "adamw", residual_scaling; preset zaya1-8b',
+        run=_zaya1,
+    ),
     "switch_transformers": Paper(
         slug="switch_transformers",
         number=11,
@@ -53,7 +110,7 @@ PAPERS: dict[str, Paper] = {
         system="HetuMoE",
         title="HetuMoE: An Efficient Trillion-scale Mixture-of-Expert Distributed Training System",
         arxiv="2203.14685",
-        feature='parallel.dispatch = "leader" or "two_hop": exchanges for nodes with fast links inside',
+        feature='parallel.dispatch = "leader" or "two_hop" for nodes with fast links inside; router.selection',
         run=_hetumoe,
     ),
     "memfine": Paper(
@@ -64,6 +121,69 @@ PAPERS: dict[str, Paper] = {
         arxiv="2511.21431",
         feature="train.expert_chunks, expert_recompute, expert_memory_mib",
         run=_memfine,
+    ),
+    "fine_grained_moe": Paper(
+        slug="fine_grained_moe",
+        number=13,
+        system="Fine-grained MoE",
+        title="Scaling Fine-Grained MoE Beyond 50B Parameters: Empirical Evaluation and Practical Insights",
+        arxiv="2506.02890",
+        feature="model.moe.granularity, router.top_k_before_score; trained experts in finer pieces",
+        run=_fine_grained_moe,
+    ),
+    "deepseek_v3": Paper(
+        slug="deepseek_v3",
+        number=24,
+        system="DeepSeek-V3",
+        title="DeepSeek-V3 Technical Report",
+        arxiv="2412.19437",
+        feature='model.mla, model.mtp, router.num_groups, balance.bias_rule = "sign"; preset deepseek-v3',
+        run=_deepseek_v3,
+    ),
+    "ds_moe": Paper(
+        slug="ds_moe",
+        number=29,
+        system="DS-MoE",
+        title="Dense Training, Sparse Inference: Rethinking Training of Mixture-of-Experts Language Models",
+        arxiv="2404.05567",
+        feature='router.selection = "dense", eval_top_k, eval_threshold, mi_coef, attention_experts; presets ds-moe-*',
+        run=_ds_moe,
+    ),
+    "mm1": Paper(
+        slug="mm1",
+        number=32,
+        system="MM1",
+        title="MM1: Methods, Analysis & Insights from Multimodal LLM Pre-training",
+        arxiv="2403.09611",
+        feature='model.encoders with connector = "c_abstractor" and others, format = "media"; preset mm1-3b-moe',
+        run=_mm1,
+    ),
+    "uni_moe": Paper(
+        slug="uni_moe",
+        number=39,
+        system="Uni-MoE",
+        title="Uni-MoE: Scaling Unified Multimodal LLMs with Mixture of Experts",
+        arxiv="2405.11273",
+        feature='balance.modality_prior_coef, modality_split_coef, data.batch_by = "modality"; presets uni-moe-*',
+        run=_uni_moe,
+    ),
+    "moma": Paper(
+        slug="moma",
+        number=4,
+        system="MoMa",
+        title="MoMa: Efficient Early-Fusion Pre-training with Mixture of Modality-Aware Experts",
+        arxiv="2407.21770",
+        feature='model.token_types, model.moe.expert_groups, router.selection = "expert_choice"; model.depth',
+        run=_moma,
+    ),
+    "moe_routers": Paper(
+        slug="moe_routers",
+        number=25,
+        system="MoE Routers",
+        title="Optimizing MoE Routers: Design, Implementation, and Evaluation in Transformer Models",
+        arxiv="2506.16419",
+        feature="model.moe.router.kind; moestro analyze routers",
+        run=_moe_routers,
     ),
 }
 

@@ -11,7 +11,8 @@ What is reproduced here:
 * simulated, on a network that charges for each message and serialises at each card: when the leader exchange pays, and
   when two hops with one copy a node do, against the closed form of the latter.
 
-What is not: the published times, which need that cluster, and the zoo of gates (BASE, SAM, k top-1, hash).
+What is not: the published times, which need that cluster. The zoo of gates (BASE, SAM, k top-1, hash, dense-to-sparse)
+is `moe.router.selection` and `kind`; `papers/moe_routers.py` measures them.
 """
 
 from dataclasses import dataclass

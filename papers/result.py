@@ -1,6 +1,6 @@
 """What a paper is to us, and what running it yields."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +8,12 @@ How = Literal["measured", "simulated", "computed"]
 Verdict = Literal["holds", "holds in part", "does not hold", "arithmetic does not close", "not reproducible here"]
 # Called as progress(done, total, what) whenever a part of a reproduction is finished.
 Progress = Callable[[int, int, str], None]
+
+
+def verdict_of(parts: Iterable[bool]) -> Verdict:
+    """Of a claim that several facts (or seeds) must bear out."""
+    parts = list(parts)
+    return "holds" if all(parts) else "holds in part" if any(parts) else "does not hold"
 
 
 @dataclass(frozen=True)

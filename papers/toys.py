@@ -1,6 +1,9 @@
 """Small tasks with a known structure, on which a claim about MoE training can be tried within seconds."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -11,7 +14,13 @@ from moestro.optim.build import lr_factor
 from moestro.optim.update import Update
 from moestro.parallel.build import whole_parts
 from moestro.train.engine import alone
-from moestro.train.step import train_step
+from moestro.train.step import LayerLoad, train_step
+
+
+class Stream(Protocol):
+    """What a toy trains on."""
+
+    def batch(self, sequences: int, seq_len: int) -> Batch: ...
 
 
 class HiddenClusters:
@@ -57,6 +66,8 @@ class Curve:
 
     loss: list[float]  # nats per predicted token, on tokens not seen before
     dropped: list[float]  # share of the tokens that found no room, mean over MoE layers
+    balance: list[float] = field(default_factory=list)  # entropy of the experts' load over ln E, mean over MoE layers
+    entropy: list[float] = field(default_factory=list)  # mean entropy of a token's scores over ln E, the same mean
 
     def final_loss(self, window: int) -> float:
         return sum(self.loss[-window:]) / window
@@ -73,18 +84,42 @@ class Curve:
 
 
 def train_on(
-    task: HiddenClusters, config: ModelConfig, optim: OptimConfig, steps: int, sequences: int, seq_len: int, seed: int
+    task: Stream, config: ModelConfig, optim: OptimConfig, steps: int, sequences: int, seq_len: int, seed: int
 ) -> Curve:
     """Train a fresh model of `config`; every step sees new data."""
+    return train_model(fresh_model(config, seed), task, optim, steps, sequences, seq_len, seed)
+
+
+def fresh_model(config: ModelConfig, seed: int) -> Transformer:
     model = Transformer(config)
     model.init_weights(seed)
+    return model
+
+
+def train_model(
+    model: Transformer, task: Stream, optim: OptimConfig, steps: int, sequences: int, seq_len: int, seed: int
+) -> Curve:
+    """As `train_on`, of a model that is there already and is trained in place."""
     model.train()
     engine = alone(model, seed)
     update = Update([model], optim, engine.mesh, whole_parts(model), "auto")
-    loss, dropped = [], []
+    curve = Curve([], [], [], [])
     for step in range(steps):
         update.set_learning_rate(lr_factor(step, steps, optim))
         result = train_step(engine, update, [task.batch(sequences, seq_len)], grad_clip=1.0)
-        loss.append(result.loss.item())
-        dropped.append(sum(layer.dropped.item() for layer in result.layers) / max(len(result.layers), 1))
-    return Curve(loss, dropped)
+        curve.loss.append(result.loss.item())
+        curve.dropped.append(_mean([layer.dropped.item() for layer in result.layers]))
+        curve.balance.append(_mean([_evenness(layer) for layer in result.layers]))
+        curve.entropy.append(_mean([layer.token_entropy.item() for layer in result.layers]))
+    return curve
+
+
+def _evenness(layer: LayerLoad) -> float:
+    """1 when all experts have the same load, 0 when one has all."""
+    if len(layer.load) == 1:
+        return 1.0
+    return float(torch.special.entr(layer.load).sum() / math.log(len(layer.load)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)

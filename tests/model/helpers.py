@@ -21,7 +21,7 @@ DENSE: dict[str, Any] = {
 
 
 def model_config(moe: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:
-    """A tiny config; `moe` adds to four experts of width 12, top-2, whose weights are renormalised where that can be."""
+    """A tiny config; `moe` adds to four experts of width 12, top-2, with renormalised weights where that can be."""
     full = None if moe is None else {"num_experts": 4, "top_k": 2, "expert_hidden_size": 12} | moe
     if full is not None and full["num_experts"] > 1 and np.min(full["top_k"]) == 1:
         full["router"] = {"renormalize": False} | full.get("router", {})

@@ -78,7 +78,8 @@ def make_config(model: str, optimizer: str, **sections: dict[str, Any]) -> Confi
     return Config.model_validate({
         "model": {
             "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
-            "qk_norm": "head", "intermediate_size": 40, "max_seq_len": SEQ_LEN, "moe": moe, "tie_embeddings": model == "groups",
+            "qk_norm": "head", "intermediate_size": 40, "max_seq_len": SEQ_LEN, "moe": moe,
+            "tie_embeddings": model == "groups",
         },
         "data": {"sources": [{"path": "unused"}], "seq_len": SEQ_LEN},
         "optim": {"name": optimizer, "lr": 3e-3, "muon_lr": 3e-3, "eps": 1e-6},
