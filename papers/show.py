@@ -29,7 +29,8 @@ STYLES = {
 
 def print_table(as_json: bool) -> None:
     """Every paper with its recorded headline."""
-    rows = [(paper, read_record(paper.slug)) for paper in PAPERS.values()]
+    papers = sorted(PAPERS.values(), key=lambda paper: paper.number)
+    rows = [(paper, read_record(paper.slug)) for paper in papers]
     if as_json:
         _print_json([_plain(paper, record) for paper, record in rows])
         return

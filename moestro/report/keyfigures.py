@@ -139,7 +139,7 @@ def _experts(run: RunData) -> list[KeyFigure]:
                 "Worst load imbalance",
                 f"{worst[row, column]:.2f} ×",
                 f"max / mean, layer {layers[row].layer}, step {grouped(int(run.train.step[column]))}; "
-                f"worst layer at the end {fixed(_nanmax(worst[:, -1]), 2)} ×",
+                f"worst layer at the end {fixed(_nanmax(worst[:, -1]), 2)} ×" + _null_choices(run),
             )
         ]
     if not np.isfinite(dropped).any():
@@ -147,6 +147,11 @@ def _experts(run: RunData) -> list[KeyFigure]:
     mean, most = float(np.nanmean(dropped)), float(np.nanmax(dropped))
     detail = f"mean of all layers and steps; most {percent(most)}; " + _capacity(run)
     return [*figures, KeyFigure("Dropped assignments", percent(mean), detail)]
+
+
+def _null_choices(run: RunData) -> str:
+    null = whole(table(table(run.config, "model"), "moe").get("null_experts"))
+    return f"; {null} null {'choice' if null == 1 else 'choices'} counted as experts" if null else ""
 
 
 def _capacity(run: RunData) -> str:

@@ -27,8 +27,13 @@ def learning_plots(run: RunData) -> list[Plot]:
         plots.append(Plot("lr", "Learning rate", "The optimizer's rate at each logged step.", drawn))
     if np.isfinite(train.grad_norm).any():
         plots.append(_grad_norm(run))
-    if any(np.isfinite(values).any() and values.any() for values in (train.aux_loss, train.z_loss)):
+    others = (train.aux_loss, train.z_loss, train.other_loss)
+    if any(np.isfinite(values).any() and values.any() for values in others):
         plots.append(_router_losses(run))
+    if np.isfinite(train.mtp_loss).any() and train.mtp_loss.any():
+        drawn = figure([curve(*thin(train.step, train.mtp_loss), "further tokens", TEAL)], "nats per token")
+        caption = "Of the tokens after the next one, mean over the depths; not part of the loss above."
+        plots.append(Plot("mtp", "Multi-token prediction", caption, drawn))
     return mark_phases([*plots, *batch_plot(train)], train)
 
 
@@ -140,11 +145,15 @@ def _router_losses(run: RunData) -> Plot:
     train = run.train
     traces = [
         curve(*thin(train.step, values), name, colour, width=1.4)
-        for name, values, colour in (("balance loss", train.aux_loss, TEAL), ("z-loss", train.z_loss, ORANGE))
+        for name, values, colour in (
+            ("balance loss", train.aux_loss, TEAL),
+            ("z-loss", train.z_loss, ORANGE),
+            ("others, times their coefficients", train.other_loss, BLUE),
+        )
         if np.isfinite(values).any() and values.any()
     ]
     drawn = figure(traces, "loss", showlegend=True)
-    return Plot("router-loss", "Router losses", "As logged; neither is part of the loss above.", drawn)
+    return Plot("router-loss", "Router losses", "As logged; none is part of the loss above.", drawn)
 
 
 def _speed_caption(run: RunData, key: str) -> str:

@@ -43,6 +43,8 @@ class TrainSeries:
     loss: FloatArray  # nats per token
     aux_loss: FloatArray
     z_loss: FloatArray
+    other_loss: FloatArray  # the other balance losses, coefficients included
+    mtp_loss: FloatArray  # of multi-token prediction, nats per token
     lr: FloatArray
     grad_norm: FloatArray
     tokens: FloatArray  # cumulative
@@ -253,8 +255,9 @@ def _column(records: Sequence[Record], key: str) -> FloatArray:
 
 def _train_series(by_step: dict[int, Record]) -> TrainSeries:
     records = list(by_step.values())
-    keys = ("loss", "aux_loss", "z_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s")
-    columns = {key: _column(records, key) for key in (*keys, "phase", "seq_len", "batch_tokens")}
+    losses = ("loss", "aux_loss", "z_loss", "other_loss", "mtp_loss")
+    keys = (*losses, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "phase", "seq_len", "batch_tokens")
+    columns = {key: _column(records, key) for key in keys}
     return TrainSeries(step=np.array(list(by_step), dtype=np.int64), layers=_layers(records), **columns)
 
 
