@@ -42,7 +42,8 @@ class TestTable:
 
     def test_json(self) -> None:
         rows = json.loads(moestro("papers", "--json").out)
-        assert [row["slug"] for row in rows] == list(papers.catalog.PAPERS)
+        assert {row["slug"] for row in rows} == set(papers.catalog.PAPERS)
+        assert [row["number"] for row in rows] == sorted(row["number"] for row in rows)
         (switch,) = (row for row in rows if row["slug"] == "switch_transformers")
         assert switch["number"] == 11
         assert {"claim", "published", "ours", "how", "verdict", "note"} == set(switch["record"]["result"]["checks"][0])
