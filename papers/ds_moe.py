@@ -37,7 +37,7 @@ from papers.ds_moe_exact import (
 )
 from papers.ds_moe_table import check_cost, check_quality, check_sizes
 from papers.jobs import run_jobs
-from papers.result import Check, PaperResult, Progress, Verdict
+from papers.result import Check, PaperResult, Progress, majority_of
 from papers.toys import HiddenClusters, fresh_model, train_model
 
 SEEDS = (10, 11, 12)
@@ -182,7 +182,7 @@ def check_alpha(outcomes: Outcomes) -> Check:
         ours=f"nats lost against all {EXPERTS} experts, α = {_list(ALPHAS, 'g')}: "
         + "; ".join(f"K = {kept}: {_list(_means(rows))}" for kept, rows in excess.items()),
         how="measured",
-        verdict=_verdict([*falls, *lower[1], *lower[2]]),
+        verdict=majority_of([*falls, *lower[1], *lower[2]]),
         note=f"Means of {len(SEEDS)} seeds; strictly falling in {sum(falls)} of {len(falls)} (seed, K = 1 or 2). The "
         "loss itself, in which α has a price: "
         + "; ".join(f"K = {kept}: {_list(_means(rows))}" for kept, rows in losses.items())
@@ -201,7 +201,7 @@ def check_price(outcomes: Outcomes) -> Check:
         published="6B, perplexity at 29 % active: 13.9 with α = 2e-4 and with 4e-4",
         ours=f"loss with all {EXPERTS} experts {_list(_means(full))}, α = {_list(ALPHAS, 'g')}",
         how="measured",
-        verdict=_verdict(free),
+        verdict=majority_of(free),
         note=f"Higher by no more than {SLACK} nats with the largest α in {sum(free)} of {len(free)} seeds; by seed: "
         f"{'; '.join(_list(row) for row in full)}. Our α are far larger than the paper's, and runs far shorter.",
     )
@@ -217,7 +217,7 @@ def check_threshold(outcomes: Outcomes) -> Check:
         published="about 30 % of the parameters active",
         ours=f"{_list(_means(used), '.1%')} of the experts, α = {_list(ALPHAS, 'g')}",
         how="measured",
-        verdict=_verdict(falls),
+        verdict=majority_of(falls),
         note=f"Strictly falling for {sum(falls)} of {len(falls)} seeds: {'; '.join(_list(r, '.1%') for r in used)}. "
         f"The threshold loses {_list(lost)} nats against all experts; the mean number, rounded, for every token "
         f"instead (threshold-to-K) {_list(to_k)}.",
@@ -234,7 +234,7 @@ def check_monotone(outcomes: Outcomes) -> Check:
         published="perplexity against active parameters, falling",
         ours="; ".join(f"α = {alpha:g}: {row}" for alpha, row in zip(ALPHAS, means, strict=True)),
         how="measured",
-        verdict=_verdict(smooth),
+        verdict=majority_of(smooth),
         note=f"K = {_list(KEPT, 'd')}, means of {len(SEEDS)} seeds. No step rises by more than {SLACK} nats in "
         f"{sum(smooth)} of {len(smooth)} runs; the largest rise is {max(max(rises), 0):.4f}.",
     )
@@ -255,7 +255,7 @@ def check_fixed(outcomes: Outcomes) -> Check:
         ours=f"nats lost from K = {FIXED} to {FIXED // 2}: {mean(lost):.3f} after training with top-{FIXED}; "
         f"{_list(_means(rows))} with α = {_list(ALPHAS, 'g')}",
         how="measured",
-        verdict=_verdict([*less, *lower]),
+        verdict=majority_of([*less, *lower]),
         note=f"α = {ALPHAS[-1]:g} loses less for {sum(less)} of {len(less)} seeds, and its loss at K = {FIXED // 2} is "
         f"lower for {sum(lower)}: {_list(_means(half))} with the three α. Loss of the top-{FIXED} model at "
         f"K = {_list(KEPT, 'd')}: {_list(own)}; it was trained with the balance loss of Switch, coefficient 0.01, and "
@@ -273,7 +273,3 @@ def _falls(values: list[float]) -> bool:
 
 def _list(values: tuple[float, ...] | list[float], form: str = ".3f") -> str:
     return " / ".join(format(value, form) for value in values)
-
-
-def _verdict(parts: list[bool]) -> Verdict:
-    return "holds" if all(parts) else "holds in part" if 2 * sum(parts) > len(parts) else "does not hold"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moestro.config import Counts, ModelConfig, MoEConfig, count, load_config, resolved_model
-from papers.result import Check
+from papers.result import Check, verdict_of
 
 SEQ_LEN = 2048
 
@@ -116,7 +116,7 @@ def check_quality() -> Check:
         + " (DS-MoE for dense, 1B/3B/6B)",
         ours=f"perplexity {_list(worse, '+.1%')}, zero-shot {_list(scores, '+.1f')} points",
         how="computed",
-        verdict="holds" if all(level) else "holds in part" if any(level) else "does not hold",
+        verdict=verdict_of(level),
         note="Differences of the published figures. At 1B it is as good; at 3B and 6B it is worse than the dense model "
         "that costs the same to train.",
     )

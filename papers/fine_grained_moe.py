@@ -14,7 +14,6 @@ at 100B tokens, and its widths, batch and learning rate are not published. What 
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log
 from statistics import mean, median, stdev
@@ -35,7 +34,7 @@ from papers.fine_grained_exact import (
     expected_ranks,
 )
 from papers.jobs import run_jobs
-from papers.result import Check, PaperResult, Progress, Verdict
+from papers.result import Check, PaperResult, Progress, majority_of
 from papers.toys import HiddenClusters, fresh_model, train_model, train_on
 
 SEEDS = (10, 11, 12)
@@ -160,7 +159,7 @@ def check_granularity(outcomes: Outcomes) -> Check:
         published="2.233 → 2.183 (11B, 1xFLOPs), 1.780 → 1.757 (56B, 2xFLOPs), G = 1 → 8: 2.2 % and 1.3 % lower",
         ours=f"{mean(gains):.1%} ± {stdev(gains):.1%} lower, G = {COARSE} → {FINE} (toy)",
         how="measured",
-        verdict=_verdict(better),
+        verdict=majority_of(better),
         note=f"Lower in {sum(better)} of {len(better)} pairs. {'. '.join(rows)}; one pair a seed. {STEPS} steps of "
         f"{SEQUENCES * SEQ_LEN} tokens, the last {WINDOW} averaged; the floor, of the task's noise, is near "
         f"{noise_floor():.2f}. Equal FLOPs are not equal time: on this CPU a step of the finer model takes "
@@ -186,7 +185,7 @@ def check_length(outcomes: Outcomes) -> Check:
         ours=f"mean gain {' / '.join(f'{mean(gains):+.1%}' for gains in by_share)} after "
         f"{'/'.join(str(round(STEPS * share)) for share in shares)} steps",
         how="measured",
-        verdict=_verdict(grows),
+        verdict=majority_of(grows),
         note=f"Larger at the end than after a quarter in {sum(grows)} of {len(grows)} pairs. Points of one run whose "
         "learning rate falls over its whole length, not runs of three lengths.",
     )
@@ -250,8 +249,3 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _percent(values: list[float]) -> str:
     return f"{mean(values):+.1%} ± {stdev(values):.1%}"
-
-
-def _verdict(parts: Iterable[bool]) -> Verdict:
-    held = list(parts)
-    return "holds" if all(held) else "holds in part" if 2 * sum(held) > len(held) else "does not hold"

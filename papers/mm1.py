@@ -38,7 +38,7 @@ from papers.mm1_exact import (
     check_share,
     check_sizes,
 )
-from papers.result import Check, PaperResult, Progress, Verdict
+from papers.result import Check, PaperResult, Progress, majority_of
 from papers.toys import Curve, train_on
 
 Connector = Literal["average_pool", "attention_pool", "c_abstractor"]
@@ -188,7 +188,7 @@ def check_tokens(losses: Losses) -> Check:
         published="resolution and the number of image tokens have substantial impact, the connector a negligible one",
         ours="; ".join(f"{tokens} tokens: loss {_list(row)}" for tokens, row in zip(TOKENS, means, strict=True)),
         how="measured",
-        verdict=_verdict(better),
+        verdict=majority_of(better),
         note=f"{' / '.join(name.replace('_', ' ') for name in CONNECTORS)}, means of {len(SEEDS)} seeds; a guess is "
         f"2.08 nats. A connector with more tokens is better than one with the next fewer in {sum(better)} of "
         f"{len(better)} (seed, step up in tokens, two connectors). By seed: {_by_seed(losses)}. Toy: {STEPS} steps of "
@@ -211,7 +211,7 @@ def check_each_connector(losses: Losses) -> Check:
         ours=f"from {TOKENS[0]} to {TOKENS[-1]} tokens lower by "
         + ", ".join(f"{mean(values):.2f} ({name.replace('_', ' ')})" for name, values in gains.items()),
         how="measured",
-        verdict=_verdict(better),
+        verdict=majority_of(better),
         note=f"Nats, means of {len(SEEDS)} seeds; lower in {sum(better)} of {len(better)} (connector, seed, step up).",
     )
 
@@ -226,7 +226,7 @@ def check_connector_spread(losses: Losses) -> Check:
         published="at 336 pixels and 144 tokens of 576 patches nearly identical",
         ours=f"{TOKENS[1]} tokens: {_list(spreads)} nats between the best and the worst connector, by seed",
         how="measured",
-        verdict=_verdict([spread < 0.1 * gain for spread, gain in zip(spreads, gains, strict=True)]),
+        verdict=majority_of([spread < 0.1 * gain for spread, gain in zip(spreads, gains, strict=True)]),
         note=f"Nearly alike is taken to be under a tenth of what {TOKENS[-1]} tokens instead of {TOKENS[0]} gain at "
         f"best: {_list(gains)}. A toy that is trained for seconds says how fast connectors learn, not where they end.",
     )
@@ -249,7 +249,3 @@ def _by_seed(losses: Losses) -> str:
 
 def _list(values: Iterable[float]) -> str:
     return " / ".join(f"{value:.3f}" for value in values)
-
-
-def _verdict(parts: list[bool]) -> Verdict:
-    return "holds" if all(parts) else "holds in part" if 2 * sum(parts) > len(parts) else "does not hold"

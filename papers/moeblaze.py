@@ -31,7 +31,7 @@ from moestro.model.moe.dispatch import Dispatch, combine, dispatch
 from moestro.model.moe.experts import Experts
 from moestro.model.moe.layer import MoELayer
 from moestro.model.moe.router import Routing, TokenGroups
-from papers.result import Check, PaperResult, Progress, Verdict
+from papers.result import Check, PaperResult, Progress, verdict_of
 
 Path = Literal["reference", "segmented", "grouped"]
 PATHS: tuple[Path, ...] = ("reference", "segmented", "grouped")
@@ -188,7 +188,7 @@ def check_closed_forms(by_experts: Held) -> Check:
         published="the same, and three int32 lists: 12 bytes a pair",
         ours=f"to the byte for {len(by_experts) - len(wrong)} of {len(by_experts)} layers; {INDEX_BYTES} bytes a pair",
         how="measured",
-        verdict=_verdict([not wrong]),
+        verdict=verdict_of([not wrong]),
         note=f"h = d/4, d and 4d, each with K = {_list(TOP_KS)}, on {len(PATHS)} paths. A pair's bytes are two int64 "
         f"indices and its fp32 gate weight, {INDEX_BYTES * TARGET.pairs / by_experts[TARGET, 'grouped']:.1%} of what "
         "the grouped path holds at K = 4, h = 4d." + "".join(wrong),
@@ -204,7 +204,7 @@ def check_rises(by_layer: Held) -> Check:
         published="K = 1 to 4 tried; not told apart",
         ours="; ".join(parts),
         how="measured",
-        verdict=_verdict(rising),
+        verdict=verdict_of(rising),
         note=f"Bytes held by the whole layer, buffer over index, at K = {_list(TOP_KS)}.",
     )
 
@@ -235,7 +235,7 @@ def check_equal() -> Check:
         published="no comparison of results, no convergence curve",
         ours=f"at most {max(worst.values()):.0e} apart",
         how="measured",
-        verdict=_verdict([max(worst.values()) < TOLERANCE]),
+        verdict=verdict_of([max(worst.values()) < TOLERANCE]),
         note=f"Norm of the difference over the norm, fp32; the limit is {TOLERANCE:.0e}. The worse of both paths: "
         f"{', '.join(f'{name} {error:.0e}' for name, error in worst.items())}.",
     )
@@ -253,7 +253,7 @@ def check_permutation() -> Check:
         published="deterministic by construction",
         ours=f"at most {worst:.0e} apart",
         how="measured",
-        verdict=_verdict([worst < TOLERANCE]),
+        verdict=verdict_of([worst < TOLERANCE]),
         note=f"{TARGET.tokens} tokens, both index paths; the limit is {TOLERANCE:.0e}, as sums run in another order.",
     )
 
@@ -311,7 +311,7 @@ def check_dispatch() -> Check:
         published="dispatch without sort or atomics",
         ours=f"identical lists in {sum(same)} of {len(same)} cases, in {', '.join(speed)} times the sort's CPU time",
         how="measured",
-        verdict=_verdict(same),
+        verdict=verdict_of(same),
         note="4,096 tokens, without and with dropped pairs; token ids, counts, gate weights and the map back compared "
         "exactly. Our dispatch sorts. The paper's L × E map is larger than its three lists from E > 3 K on, or "
         "E > 12 K at one byte an entry; its experiments stop at E = 16.",
@@ -390,10 +390,6 @@ def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     """Norm of the difference over the norm, by name."""
     assert found.keys() == expected.keys()
     return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in expected.items()}
-
-
-def _verdict(parts: list[bool]) -> Verdict:
-    return "holds" if all(parts) else "holds in part" if any(parts) else "does not hold"
 
 
 def _list(values: Iterable[object]) -> str:

@@ -16,6 +16,12 @@ def verdict_of(parts: Iterable[bool]) -> Verdict:
     return "holds" if all(parts) else "holds in part" if any(parts) else "does not hold"
 
 
+def majority_of(parts: Iterable[bool]) -> Verdict:
+    """Of a trend over seeds: one that half of them or more go against does not hold."""
+    parts = list(parts)
+    return "holds" if all(parts) else "holds in part" if 2 * sum(parts) > len(parts) else "does not hold"
+
+
 @dataclass(frozen=True)
 class Check:
     """One claim, the published figure, and ours."""

@@ -26,7 +26,7 @@ from moestro.config import BalanceConfig, ModelConfig, MoEConfig, OptimConfig, R
 from moestro.data.batches import IGNORE, Batch
 from moestro.model.transformer import Transformer
 from papers.jobs import run_jobs
-from papers.result import Check, PaperResult, Progress, Verdict, verdict_of
+from papers.result import Check, PaperResult, Progress, Verdict, majority_of, verdict_of
 from papers.toys import HiddenClusters, fresh_model, train_model
 from papers.uni_moe_exact import check_balance, check_batches, check_gate, check_prior, check_sizes, check_split
 from papers.uni_moe_table import check_auxiliary, check_recovery
@@ -248,8 +248,7 @@ def _effects(outcomes: Outcomes, later: bool) -> str:
 
 def _verdict(outcomes: Outcomes, later: bool) -> Verdict:
     """Of the mixture without the prior's loss."""
-    smaller = [less > 0 for less in gains(outcomes, "moe", later)]
-    return "holds" if all(smaller) else "holds in part" if 2 * sum(smaller) > len(smaller) else "does not hold"
+    return majority_of(less > 0 for less in gains(outcomes, "moe", later))
 
 
 def check_overlap(outcomes: Outcomes) -> Check:

@@ -34,7 +34,7 @@ from moestro.config import (
 )
 from moestro.model.transformer import Transformer
 from papers.jobs import run_jobs
-from papers.result import Check, PaperResult, Progress, Verdict, verdict_of
+from papers.result import Check, PaperResult, Progress, majority_of, verdict_of
 from papers.toys import Curve, HiddenClusters, train_on
 from papers.zaya1_attention import check_bound, check_decoding, check_halo, check_packing, check_padding
 from papers.zaya1_exact import (
@@ -245,7 +245,7 @@ def check_balance(curves: dict[Job, Curve]) -> Check:
         published="a few hundred steps against about 900 (1.8 B parameters; 8B report, figure 4)",
         ours="; ".join(shown),
         how="measured",
-        verdict=_most(fewer),
+        verdict=majority_of(fewer),
         note=f"Fewer in {sum(fewer)} of {len(fewer)} pairs ({len(SEEDS)} seeds, step sizes of the controller, of which "
         f"the published one is not known). Balance at the end: {'; '.join(last)}, mean of {WINDOW} steps, "
         "without a balance loss. " + TOY,
@@ -265,15 +265,10 @@ def check_certainty(curves: dict[Job, Curve]) -> Check:
         published="router entropy per token lower than linear routers' (8B report)",
         ours="; ".join(shown) + ", of ln E",
         how="measured",
-        verdict=_most(lower),
+        verdict=majority_of(lower),
         note=f"Lower in {sum(lower)} of {len(lower)} pairs; mean of the last {WINDOW} of {STEPS} steps. Loss there: "
         f"{'; '.join(losses)}. " + TOY,
     )
-
-
-def _most(pairs: list[bool]) -> Verdict:
-    """A trend that half of the pairs or more go against does not hold."""
-    return verdict_of(pairs) if 2 * sum(pairs) > len(pairs) else "does not hold"
 
 
 def _steps(row: list[int | None]) -> str:

@@ -67,7 +67,8 @@ def routers(
     console = Console(width=max(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH)
     console.print(_table(figures))
     console.print(
-        f"{seeds} seeds of {steps} steps: mean±standard deviation in the last tenth of the steps, over layers. "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'} of {steps} steps: mean±standard deviation in the last tenth of "
+        "the steps, over layers. "
         "time: of a layer's router alone, 2,048 tokens forward, median and 10–90 %. entropy: 1 is undecided (a token's "
         "scores) or even (load).",
         style="dim",

@@ -130,8 +130,8 @@ def test_record_agrees_with_its_figures() -> None:
 
     early, final = gains(fine.STEPS // 4), gains(fine.STEPS)
     assert float(headline.ours.partition("%")[0]) == pytest.approx(100 * sum(final) / len(final), abs=0.06)
-    assert headline.verdict == fine._verdict(gain > 0 for gain in final)
-    assert length.verdict == fine._verdict(b > a for a, b in zip(early, final, strict=True))
+    assert headline.verdict == fine.majority_of(gain > 0 for gain in final)
+    assert length.verdict == fine.majority_of(b > a for a, b in zip(early, final, strict=True))
     assert [round(figures[f"ranks {name}"], 2) for name in exact.VARIANTS] == [1.00, 5.43, 2.00, 7.32]
 
 

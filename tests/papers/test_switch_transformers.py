@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moestro.data.batches import IGNORE
+from papers import switch_exact as exact
 from papers import switch_transformers as switch
 from papers.encoder_decoder import Shape
 from papers.result import PaperResult
@@ -17,32 +18,32 @@ class TestExactChecks:
     @pytest.mark.parametrize(
         "check",
         [
-            switch.check_uniform_loss,
-            switch.check_gradient,
-            switch.check_conservation,
-            switch.check_precision,
-            switch.check_jitter,
-            switch.check_groups,
-            switch.check_teachers,
+            exact.check_uniform_loss,
+            exact.check_gradient,
+            exact.check_conservation,
+            exact.check_precision,
+            exact.check_jitter,
+            exact.check_groups,
+            exact.check_teachers,
         ],
     )
     def test_holds(self, check) -> None:  # type: ignore[no-untyped-def]
         assert check().verdict == "holds"
 
     def test_table_closes_but_for_the_two_large_rows(self) -> None:
-        assert switch.check_table().verdict == "holds in part"
-        assert [shape.name for shape in switch.TABLE if not shape.closes] == ["T5-Large", "Switch-Large"]
-        for shape in switch.TABLE:
+        assert exact.check_table().verdict == "holds in part"
+        assert [shape.name for shape in exact.TABLE if not shape.closes] == ["T5-Large", "Switch-Large"]
+        for shape in exact.TABLE:
             assert shape.billions == pytest.approx(float(shape.published), rel=0.12)
 
     def test_large_rows_close_with_t5_1_0_feed_forwards(self) -> None:
-        large = [shape for shape in switch.TABLE if shape.name.endswith("Large")]
+        large = [shape for shape in exact.TABLE if shape.name.endswith("Large")]
         assert all(replace(shape, width=4096, matrices=2).closes for shape in large)
 
     def test_xxl_is_flagged(self) -> None:
-        assert switch.check_xxl().verdict == "arithmetic does not close"
-        assert switch.XXL.billions == pytest.approx(201, abs=1)
-        assert replace(switch.XXL, experts=128).closes
+        assert exact.check_xxl().verdict == "arithmetic does not close"
+        assert exact.XXL.billions == pytest.approx(201, abs=1)
+        assert replace(exact.XXL, experts=128).closes
 
 
 class TestShape:

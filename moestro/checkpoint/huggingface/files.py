@@ -1,7 +1,8 @@
 """Safetensors files, read and written one tensor (or one element of its first axis) at a time.
 
 The format: eight bytes with the length of a JSON header, little-endian; the header, which maps each tensor's name to
-its type, shape and place; the bytes of all tensors, without gaps.
+its type, shape and place; the bytes of all tensors, without gaps. Not by the library of that name, because its reader
+maps files, whose pages then count as memory in use, and its writer wants all tensors of a file at once.
 """
 
 import json
