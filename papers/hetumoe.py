@@ -29,7 +29,7 @@ from moestro.parallel.exchange import Exchange, Packing, build_exchange
 from moestro.parallel.layout import Layout
 from moestro.parallel.mesh import build_mesh
 from papers.network import Network, Route, break_even, leader_speed_up, two_hop_speed_up
-from papers.ranks import run_on_ranks
+from moestro.parallel.local import run_on_ranks
 from papers.result import Check, PaperResult, Progress
 
 SHAPES = ((2, 2), (2, 4), (4, 2))  # nodes, devices of a node

@@ -7,12 +7,27 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import analyze, checkpoint, config, evaluate, generate, papers, report, train
+from moestro.cli import (
+    analyze,
+    checkpoint,
+    config,
+    doctor,
+    evaluate,
+    generate,
+    hardware,
+    measure,
+    papers,
+    report,
+    train,
+)
 from moestro.errors import MoestroError
 from moestro.parallel import process
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
+app.add_typer(hardware.app, name="hardware")
+app.add_typer(measure.app, name="measure")
+app.command("doctor")(doctor.doctor)
 app.command("train", no_args_is_help=True)(train.train)
 app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)

@@ -1,4 +1,4 @@
-"""Work on several gloo ranks, each a process of one thread."""
+"""Work on several gloo ranks of this machine, each a process of one thread: for measuring, checks and papers."""
 
 import multiprocessing
 import pickle

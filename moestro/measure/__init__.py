@@ -1,0 +1,1 @@
+"""Measuring this machine: timings of single operations, of collectives, of storage, of a whole training step."""
