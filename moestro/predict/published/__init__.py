@@ -1,0 +1,1 @@
+"""Public training runs, each row with its source."""
