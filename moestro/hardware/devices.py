@@ -41,7 +41,9 @@ class Support(Section):
 
     how: Literal["native", "emulated", "storage", "no"]
     via: Dtype | None = None
-    penalty: float | None = None  # times slower than a native operation of the same count in `via`
+    penalty: float | None = Field(default=None, gt=0)  # times slower than a native operation of the same count in `via`
+    # The penalty of "add", "multiply" …, where operations differ.
+    by_operation: dict[str, float] = Field(default_factory=dict)
     source: str = ""
     note: str = ""
 
@@ -98,6 +100,7 @@ class Device(Section):
     """One kind of device. Unknown figures are left out of its file.
 
     compute_units: streaming multiprocessors, compute units, cores, DPUs: what waves of tiles are cut over.
+    logical_devices: as how many devices the software shows it (two dies: 2), each with that share of every figure.
     """
 
     id: str = ""  # the file's name; set on loading
@@ -109,29 +112,41 @@ class Device(Section):
     compute_units: Figure = UNKNOWN
     clock_mhz: Figure = UNKNOWN
     cache_mb: Figure = UNKNOWN  # last level before memory
-    peak_tflops: dict[Dtype, Figure] = {}  # dense matrix rate; integer dtypes in 10¹² operations per second
-    vector_tflops: dict[Dtype, Figure] = {}
-    support: dict[Dtype, Support] = {}
+    # Dense matrix rates; integer dtypes in 10¹² operations per second.
+    peak_tflops: dict[Dtype, Figure] = Field(default_factory=dict)
+    vector_tflops: dict[Dtype, Figure] = Field(default_factory=dict)
+    support: dict[Dtype, Support] = Field(default_factory=dict)
     knee_gflop: Figure = UNKNOWN  # work of one product at which its rate reaches 90 % of the best
     memory: Memory = Memory()
     host_link_gbps: Figure = UNKNOWN  # to the host's memory, one direction
     links: tuple[Link, ...] = ()
     nic: Nic = Nic()
     devices_per_node: int | None = None
+    logical_devices: int = Field(default=1, ge=1)
     tdp_w: Figure = UNKNOWN
     price: Price = Price()
     note: str = ""
 
+    @model_validator(mode="after")
+    def _computable(self) -> Self:
+        for dtype, support in self.support.items():
+            if support.how in ("emulated", "storage"):
+                target = None if support.via is None else self.support.get(support.via)
+                if target is None or target.how != "native":
+                    raise ValueError(f"support.{dtype}: '{support.how}' names in `via` a dtype with native support")
+        return self
+
     def peak_flops(self, dtype: Dtype, achieved: bool = False) -> float | None:
         """FLOP/s in `dtype` (nominal, or achieved where that is known), emulation penalties included; None: unknown.
 
-        An emulated or stored dtype runs at the rate of the dtype it is computed in, divided by the penalty.
+        A stored dtype runs at the rate of the dtype it is cast to; an emulated one at that rate divided by its penalty,
+        and where nobody has told the penalty its rate is unknown too.
         """
         support = self.support.get(dtype)
         if support is not None and support.how == "no":
             return None
         if support is not None and support.how in ("emulated", "storage"):
-            if support.via is None:
+            if support.via is None or (support.how == "emulated" and support.penalty is None):
                 return None
             base = self.peak_flops(support.via, achieved)
             return None if base is None else base / (support.penalty or 1.0)

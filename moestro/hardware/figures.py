@@ -7,7 +7,7 @@ from pydantic import model_validator
 from moestro.config.base import Section
 
 # measured: on such a device, with a public record. read: in the source named. derived: computed from figures read.
-# secondary: an article about the source. recalled: from memory or a datasheet not read again. announced: not on sale yet.
+# secondary: an article about the source. recalled: from memory or a datasheet not read again. announced: not yet sold.
 Confidence = Literal["measured", "read", "derived", "secondary", "recalled", "announced"]
 
 UNSOURCED: tuple[Confidence, ...] = ("recalled", "secondary", "announced")
@@ -25,6 +25,7 @@ class Figure(Section):
     source: str = ""
     confidence: Confidence | None = None
     achieved_source: str = ""
+    achieved_confidence: Confidence = "measured"
     note: str = ""
 
     @model_validator(mode="after")
@@ -54,6 +55,11 @@ class Figure(Section):
     def unsourced(self) -> bool:
         """Whether the output must say that the nominal figure was recalled, second-hand or announced."""
         return self.nominal is not None and self.confidence in UNSOURCED
+
+    @property
+    def unsourced_achieved(self) -> bool:
+        """The same of the achieved figure."""
+        return self.achieved is not None and self.achieved_confidence in UNSOURCED
 
 
 UNKNOWN = Figure()

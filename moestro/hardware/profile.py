@@ -15,11 +15,16 @@ FORMAT = 1
 # What a case holds, by operation. Sizes are numbers, dtypes are names of hardware.devices.Dtype.
 #   gemm            m, n, k, dtype [, layout]              out [m, n] = a [m, k] · b [k, n]
 #   batched_gemm    batch, m, n, k, dtype
-#   grouped_gemm    groups, m, n, k, dtype                 m: rows of each group (balanced)
+#   grouped_gemm    groups, m, n, k, dtype [, how]         m: rows of each group (balanced); how: loop, where not fused
 #   moe_experts     experts, top_k, tokens, ffn, hidden, dtype, ep, routing    forward of all local experts
 #   attention       batch, seq, heads, kv_heads, head_dim, dtype, causal, phase (fwd | bwd | decode)
 #   copy scale add triad dot read                          bytes (of one array), dtype
-#   rmsnorm swiglu router adamw muon rope embedding cross_entropy …   tokens/elements, width, dtype
+#   host_to_device device_to_host                          bytes, dtype, pinned (0 | 1)
+#   rmsnorm rmsnorm_backward residual_norm swiglu rope gather scatter    tokens, width, dtype
+#   router          tokens, width, experts, top_k, dtype
+#   embedding embedding_backward cross_entropy             tokens, width, vocab, dtype
+#   adamw           elements, dtype
+#   muon newton_schulz                                     matrices, rows, columns, dtype
 #   all_reduce all_gather reduce_scatter all_to_all all_to_all_uneven broadcast send_recv ring
 #                   bytes (the definition of curves.busbw), ranks, nodes, dtype [, world, groups, algorithm, pair]
 #   host_t1 … host_t5, host_launch, host_sync              what
