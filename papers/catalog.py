@@ -76,6 +76,42 @@ def _moe_routers(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _mi300x(progress: Progress) -> PaperResult:
+    from papers.mi300x import run
+
+    return run(progress)
+
+
+def _leading_edge_systems(progress: Progress) -> PaperResult:
+    from papers.leading_edge_systems import run
+
+    return run(progress)
+
+
+def _gigapixel(progress: Progress) -> PaperResult:
+    from papers.gigapixel import run
+
+    return run(progress)
+
+
+def _pim_ml(progress: Progress) -> PaperResult:
+    from papers.pim_ml import run
+
+    return run(progress)
+
+
+def _profilednn(progress: Progress) -> PaperResult:
+    from papers.profilednn import run
+
+    return run(progress)
+
+
+def _microbench_models(progress: Progress) -> PaperResult:
+    from papers.microbench_models import run
+
+    return run(progress)
+
+
 PAPERS: dict[str, Paper] = {
     "zaya1": Paper(
         slug="zaya1",
@@ -83,7 +119,8 @@ PAPERS: dict[str, Paper] = {
         system="ZAYA1",
         title="Training Foundation Models on a Full-Stack AMD Platform: Compute, Networking, and System Design",
         arxiv="2511.17127",
-        feature='model.cca, router.kind = "zaya", balance.bias_rule = "adamw", residual_scaling; preset zaya1-8b',
+        feature='model.cca, router.kind = "zaya", balance.bias_rule = "adamw", residual_scaling; preset zaya1-8b; '
+        "cluster zaya1",
         run=_zaya1,
     ),
     "switch_transformers": Paper(
@@ -184,6 +221,60 @@ PAPERS: dict[str, Paper] = {
         arxiv="2506.16419",
         feature="model.moe.router.kind; moestro analyze routers",
         run=_moe_routers,
+    ),
+    "gigapixel": Paper(
+        slug="gigapixel",
+        number=8,
+        system="Gigapixel",
+        title="Exploring Shared Memory Architectures for End-to-End Gigapixel Deep Learning",
+        arxiv="2304.12149",
+        feature="moestro hardware fits; memory.unified: one pool for host and device, less what the host uses",
+        run=_gigapixel,
+    ),
+    "pim_ml": Paper(
+        slug="pim_ml",
+        number=33,
+        system="PIM-ML",
+        title="An Experimental Evaluation of Machine Learning Training on a Real Processing-in-Memory System",
+        arxiv="2207.07886",
+        feature='hardware.phases: times end to end; device kind "pim" with banks and costs by operation; upmem',
+        run=_pim_ml,
+    ),
+    "mi300x": Paper(
+        slug="mi300x",
+        number=20,
+        system="MI300X analysis",
+        title="AMD MI300X GPU Performance Analysis",
+        arxiv="2510.27583",
+        feature="moestro hardware compare; nominal and achieved figures with sources; collectives of a mesh",
+        run=_mi300x,
+    ),
+    "leading_edge_systems": Paper(
+        slug="leading_edge_systems",
+        number=40,
+        system="Leading-edge systems",
+        title="Performance Analysis of Deep Learning Workloads on Leading-edge Systems",
+        arxiv="1905.08764",
+        feature="moestro measure: sweeps of collectives as bus bandwidth; clusters dgx-2, ac922-4, p3dn-2, ts4-2080ti",
+        run=_leading_edge_systems,
+    ),
+    "profilednn": Paper(
+        slug="profilednn",
+        number=37,
+        system="ProfileDNN",
+        title="Deep Learning Models on CPUs: A Methodology for Efficient Training",
+        arxiv="2206.10034",
+        feature="moestro measure step: primitives of a training step, each against what it takes alone",
+        run=_profilednn,
+    ),
+    "microbench_models": Paper(
+        slug="microbench_models",
+        number=15,
+        system="Microbenchmark models",
+        title="Microbenchmark-Driven Analytical Performance Modeling Across Modern GPU Architectures",
+        arxiv="2605.04178",
+        feature="moestro measure, moestro hardware fit: curves with held-out errors, figures with their sources",
+        run=_microbench_models,
     ),
 }
 

@@ -1,4 +1,5 @@
-"""Training Foundation Models on a Full-Stack AMD Platform (ZAYA1; Anthony et al., arXiv 2511.17127): the model.
+"""Training Foundation Models on a Full-Stack AMD Platform (ZAYA1; Anthony et al., arXiv 2511.17127): the model
+and the machine.
 
 The claim: compressed convolutional attention (CCA), a router that is a small network with a depth-averaged state (EDA),
 and a controller that moves selection biases by AdamW, make a mixture of 8.3 B parameters, 0.76 B of them active, that
@@ -9,11 +10,13 @@ What is reproduced here, on CPU:
 * counted: the parameters and the cache, from the preset and from the built model;
 * exact: CCA's padding, packing, halo, bounded scores and decoding (`zaya1_attention.py`); the three published forms of
   scaled residuals, the router's equations, the bias controller, equality with transformers (`zaya1_exact.py`);
+* computed of its cluster, from public constants (`zaya1_machine.py`): what data asks of storage, links of a node, sizes
+  of fused buffers, the exchange of gradients over 128 nodes, rails;
 * trained: a toy on hidden clusters with ZAYA1's router and with a linear one, for balance and certainty.
 
 What is not: the order of CCA's ablation (two convolutions, value shift, mean of queries and keys), whose differences of
-0.002 to 0.01 in loss after 50 B tokens no toy can show; the benchmarks; the hardware, network, optimizer sharding, time
-and fault tolerance of the platform, which are about prediction, planning and long runs, not about the model.
+0.002 to 0.01 in loss after 50 B tokens no toy can show; the benchmarks; measurements on MI300X and its network;
+optimizer sharding, the time of a step and fault tolerance of the platform.
 """
 
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ from papers.zaya1_exact import (
     check_router,
     check_transformers,
 )
+from papers.zaya1_machine import MACHINE_CHECKS
 
 Kind = Literal["zaya", "linear"]
 SEEDS = (10, 11, 12)
@@ -115,6 +119,7 @@ def run(progress: Progress) -> PaperResult:
         check_controller(),
         check_global_load(),
         check_transformers(),
+        *(check() for check in MACHINE_CHECKS),
         check_balance(curves),
         check_certainty(curves),
     )

@@ -15,10 +15,13 @@ from moestro.cli import (
     evaluate,
     generate,
     hardware,
+    lint,
     measure,
     papers,
+    predict,
     report,
     train,
+    validate,
 )
 from moestro.errors import MoestroError
 from moestro.parallel import process
@@ -28,12 +31,15 @@ app.add_typer(config.app, name="config")
 app.add_typer(hardware.app, name="hardware")
 app.add_typer(measure.app, name="measure")
 app.command("doctor")(doctor.doctor)
+app.command("predict", no_args_is_help=True)(predict.predict)
+app.command("validate")(validate.validate)
 app.command("train", no_args_is_help=True)(train.train)
 app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)
 app.command("report", no_args_is_help=True)(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(analyze.app, name="analyze")
+app.add_typer(lint.app, name="lint")
 app.add_typer(papers.app, name="papers")
 
 

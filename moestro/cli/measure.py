@@ -11,6 +11,8 @@ import typer
 from moestro.cli import measure_collectives, measure_step
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.progress import Progress
 
     from moestro.hardware.profile import MachineProfile
@@ -52,14 +54,16 @@ def measure(
     import time
 
     started = time.perf_counter()
+    from moestro.measure.sections import check_skipped
     from moestro.report.profile_page import check_new, write_folder
     from moestro.report.profile_summary import print_profile
 
     folder = out or _default_folder()
     check_new(folder)
+    names = check_skipped(name.strip() for entry in skip or [] for name in entry.split(",") if name.strip())
     _refuse_ranks("moestro measure collectives")
     with _progress() as bar:
-        profile = _measure(bar, quick, device, ranks, folder, skip or [], started)
+        profile = _measure(bar, quick, device, ranks, folder, names, started)
         bar.add_task("curves and page", total=None)
         from moestro.measure.constants import with_curves
 
@@ -114,7 +118,7 @@ def _measure(
     device: str,
     ranks: int | None,
     folder: Path,
-    skip: list[str],
+    skip: "Collection[str]",
     started: float,
 ) -> "MachineProfile":
     from moestro.measure.machine import measure_machine
@@ -126,7 +130,6 @@ def _measure(
             tasks[section] = bar.add_task(section, total=total, what="")
         bar.update(tasks[section], completed=done, total=total, what=what)  # type: ignore[arg-type]
 
-    names = [name.strip() for entry in skip for name in entry.split(",") if name.strip()]
     # Storage is measured where the folder will be: there must be a place already.
     place = next(parent for parent in folder.absolute().parents if parent.is_dir())
     return measure_machine(
@@ -134,7 +137,7 @@ def _measure(
         device=device,
         ranks=ranks,
         folder=place,
-        skip=names,
+        skip=skip,
         name=folder.name,
         progress=progress,
         started=started,
@@ -148,18 +151,33 @@ def _digest(profile: "MachineProfile") -> dict[str, object]:
 
 
 @app.command("show", no_args_is_help=True)
-def show(profile: ProfileArgument, as_json: JsonOption = False) -> None:
+def show(
+    profile: ProfileArgument,
+    params: Annotated[
+        float | None,
+        typer.Option(help="Parameters that one step reduces, such as 1.5e9: how to fuse them, and what stays exposed."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Print what a profile says of its machine."""
     import json
+    from dataclasses import asdict
 
     from moestro.hardware.profile import load_profile
-    from moestro.report.profile_summary import print_profile
+    from moestro.report.profile_summary import print_buckets, print_profile
 
-    loaded = load_profile(profile)
+    loaded, found = load_profile(profile), None
+    if params is not None:
+        from moestro.measure.constants import buckets, with_curves
+
+        found = buckets(with_curves(loaded)[1], params)
     if as_json:
-        typer.echo(json.dumps(_digest(loaded), indent=1))
-    else:
-        print_profile(loaded)
+        more = {} if found is None else {"buckets": {ranks: asdict(bucket) for ranks, bucket in found.items()}}
+        typer.echo(json.dumps({**_digest(loaded), **more}, indent=1))
+        return
+    print_profile(loaded)
+    if found is not None and params is not None:
+        print_buckets(found, params)
 
 
 @app.command("plot", no_args_is_help=True)

@@ -38,7 +38,16 @@ class Workload(Section):
     adapter_rank: int | None = Field(None, ge=1)
     attention_kernel: Literal["flash", "math"] = "flash"  # math: scores are written to memory
     fused_kernels: bool = True  # norms, activations, optimizer: one pass over memory each, not one an operation
-    fused_loss: bool = True  # head and loss in blocks of tokens: the logits are never whole in memory
+    # Head and loss in blocks of tokens: the logits are never whole in memory, and a tensor rank holds the whole
+    # vocabulary. Otherwise tensor ranks hold parts of the vocabulary.
+    fused_loss: bool = True
+    # Experts read their tokens in place, so that backward keeps index lists and the products of the first matrices
+    # only (MoEBlaze, arXiv 2601.05296; our trainer). Otherwise the gathered rows, the activation and the results too.
+    lean_experts: bool = False
+    wide_norms: bool = False  # norms keep an fp32 copy of their 16-bit input (torch's between casts; our trainer)
+    dropout: bool = False  # after attention, after the feed-forward and on the scores: masks are kept
+    # Of each encoder of the model, items (images, sounds) in a sequence, on average; (): none.
+    media_items: tuple[float, ...] = ()
     routing: RoutingConfig = RoutingConfig()
     software: str = ""  # for example "NCCL 2.27": curves of that version, where known
 
@@ -86,7 +95,11 @@ class Plan(Section):
     expert_chunks: Size = 1
     expert_recompute: bool = False
     # all_to_all: a copy for each (token, expert). deduplicated: a copy for each (token, rank), summed on the way back.
-    dispatch: Literal["all_to_all", "deduplicated", "all_gather"] = "all_to_all"
+    # two_hop: a copy for each (token, node) between nodes of `ranks_per_node` ranks, for each (token, expert) inside.
+    dispatch: Literal["all_to_all", "deduplicated", "two_hop", "all_gather"] = "all_to_all"
+    ranks_per_node: int | None = Field(None, ge=1)  # that fast links join; only two_hop asks
+    # With slices of experts: gather the rows that came to them among the etp ranks, or (our trainer) their tokens before.
+    etp_gathers: Literal["rows", "tokens"] = "rows"
     capacity_factor: float | None = Field(None, gt=0)  # None: the model's, or dropless
     offload: Literal["none", "optimizer", "activations"] = "none"
 
@@ -113,6 +126,8 @@ class Plan(Section):
             raise ValueError(
                 f"ep · etp = {self.ep * self.etp} does not divide dp · cp · tp = {self.dp * self.cp * self.tp}"
             )
+        if self.dispatch == "two_hop" and self.ranks_per_node is None:
+            raise ValueError('dispatch = "two_hop" needs ranks_per_node')
         if self.vpp > 1 and self.schedule == "1f1b":
             raise ValueError(f'vpp = {self.vpp} needs schedule = "interleaved" (or another with several chunks a rank)')
         if self.shard is not None and self.dp * self.cp % self.shard:
@@ -140,6 +155,8 @@ def misfits(workload: Workload, plan: Plan) -> list[str]:
         found.append(f"ep = {plan.ep} for a model without experts")
     if model.moe is not None and model.moe.resolved_num_experts % plan.ep:
         found.append(f"ep = {plan.ep} does not divide num_experts = {model.moe.resolved_num_experts}")
+    if plan.layers_per_stage is not None and len(plan.layers_per_stage) != plan.pp * plan.vpp:
+        found.append(f"layers_per_stage has {len(plan.layers_per_stage)} numbers for {plan.pp * plan.vpp} stages")
     if plan.layers_per_stage is not None and sum(plan.layers_per_stage) != model.num_layers:
         found.append(
             f"layers_per_stage adds up to {sum(plan.layers_per_stage)}, the model has {model.num_layers} layers"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moestro.doctor.checks import GIB, Check, failed, passed, skipped, warned
 from moestro.doctor.limits import Limits
+from moestro.hardware.topology import control_group_limits, usable_cores
 
 MIB = 2**20
 UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
@@ -111,28 +112,13 @@ def cpu_check(root: Path, accelerators: bool) -> Check:
     if accelerators and _number(root / "proc/sys/kernel/numa_balancing"):
         problems.append("automatic NUMA balancing is on")
         remedies.append("sysctl kernel.numa_balancing=0")
-    here, quota = cores(), cpu_quota(root)
+    here, quota = usable_cores(), control_group_limits(root).cpus
     if quota is not None and quota < here:
         problems.append(f"a quota of {quota:g} CPUs, but {here} are visible")
         remedies.append(f"OMP_NUM_THREADS={max(1, int(quota))}, or pin the job to cores instead of a quota")
     if problems:
         return warned("cpu settings", "; ".join(problems), "; ".join(remedies))
     return passed("cpu settings", f"{here} cores, nothing that slows them")
-
-
-def cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_quota(root: Path) -> float | None:
-    """CPUs' worth of time that the control group allows; None without a quota."""
-    text = _text(root / "sys/fs/cgroup/cpu.max").split()
-    if len(text) == 2 and text[0] != "max":
-        return int(text[0]) / int(text[1])
-    quota = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return quota / period if quota and period and quota > 0 else None
 
 
 class _Timex(ctypes.Structure):

@@ -7,9 +7,9 @@ from statistics import median
 
 from moestro.doctor.checks import Check, failed, passed, skipped, three_digits, warned
 from moestro.doctor.floors import Floor, Work
-from moestro.doctor.host import cores
 from moestro.doctor.limits import Limits
 from moestro.hardware.curves.busbw import busbw
+from moestro.hardware.topology import usable_cores
 from moestro.parallel.launch import free_port
 from moestro.parallel.local import run_on_ranks
 
@@ -50,7 +50,7 @@ def on_rank(rank: int, work: Work, collective: bool, port: int) -> RankResult:
 
     device = torch.device(work.device_type if work.device_type == "cpu" else f"{work.device_type}:{rank}")
     if device.type == "cpu" and not collective:
-        torch.set_num_threads(work.threads or cores())
+        torch.set_num_threads(work.threads or usable_cores())
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
     m, n, k = work.shape

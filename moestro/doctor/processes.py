@@ -10,8 +10,8 @@ from pathlib import Path
 
 from moestro.doctor.checks import Check, failed, passed, skipped, warned
 from moestro.doctor.commands import Answer, ask
-from moestro.doctor.host import cores
 from moestro.doctor.limits import Limits
+from moestro.hardware.topology import usable_cores
 
 # The management tools of the vendors, by torch's device type: the question that all of them answer quickly.
 TOOLS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -107,7 +107,7 @@ def cpu_load_check(root: Path, limits: Limits, watch_s: float = WATCH_S) -> Chec
 
 def hogs_check(cores_used: dict[int, float], root: Path, limits: Limits) -> Check:
     """The verdict on the CPUs that each foreign process uses."""
-    here = cores()
+    here = usable_cores()
     total = sum(cores_used.values())
     figures = {"value": round(total, 2), "limit": limits.load_share * here, "unit": "cores"}
     by_use = sorted(cores_used, key=lambda pid: -cores_used[pid])

@@ -1,7 +1,6 @@
 """The doctor's findings for people and for machines."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from moestro.config.files import write_whole
 from moestro.doctor.checks import EXIT_CODES, NodeReport, Status, overall
 
 MARKS: dict[Status, tuple[str, str]] = {
@@ -46,12 +46,7 @@ def as_data(reports: Sequence[NodeReport]) -> dict[str, Any]:
 def write_json(reports: Sequence[NodeReport], path: Path) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(as_data(reports), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(as_data(reports), indent=1) + "\n")
 
 
 def page(reports: Sequence[NodeReport]) -> Group:

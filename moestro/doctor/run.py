@@ -16,6 +16,7 @@ from moestro.doctor.limits import Limits, limits_of
 from moestro.doctor.versions import host_versions, versions_check
 from moestro.hardware.catalog import find_device
 from moestro.hardware.profile import MachineProfile
+from moestro.hardware.topology import usable_cores
 
 Progress = Callable[[str], object]  # told what is being done
 
@@ -131,7 +132,7 @@ def _second_tier(request: Request, found: devices.Inventory, limits: Limits, fir
     if sick or not found.count:
         reason = f"not measured: {', '.join(sick) or 'no device'} did not pass"
         return [skipped(name, reason) for name in ("gemm", "memory rate", "all_reduce", "slow rank")]
-    ranks = found.count if found.type != "cpu" else min(CPU_RANKS, host.cores())
+    ranks = found.count if found.type != "cpu" else min(CPU_RANKS, usable_cores())
     busy = any(check.name == "cpu load" and check.status == "warned" for check in first)
     work = plan_work(found.type, ranks, limits, request.profile, find_device(found.name))
 

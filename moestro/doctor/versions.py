@@ -1,13 +1,13 @@
 """Tier 1, versions: what this node runs, against a reference profile and against the other nodes."""
 
 import platform
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import moestro
 from moestro.doctor.checks import Check, failed, passed, skipped, warned
+from moestro.hardware.topology import driver_version
 
 # Nodes that differ in one of these may not understand each other, or compute differently; the rest is worth a warning.
 BINDING = ("torch", "cuda", "rocm", "nccl", "driver")
@@ -24,20 +24,6 @@ def host_versions(root: Path, of_torch: Mapping[str, str]) -> dict[str, str]:
     if driver := driver_version(root):
         versions["driver"] = driver
     return versions
-
-
-def driver_version(root: Path) -> str:
-    """Of the NVIDIA or AMD kernel module; empty without either."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
-        return found[1] if found else ""
-    except OSError:
-        pass
-    try:
-        return (root / "sys/module/amdgpu/version").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def versions_check(here: Mapping[str, str], reference: Mapping[str, str] | None, what: str = "the profile") -> Check:

@@ -1,7 +1,19 @@
 """Attention on one rank: the operations of grouped-query, latent (MLA) and convolutional (CCA) attention."""
 
+from typing import NamedTuple
+
 from moestro.config.model import ModelConfig
 from moestro.graph.tape import Tape
+
+
+class Heads(NamedTuple):
+    """Of this rank: what an attention kernel works on, and what is kept of each token for its backward."""
+
+    queries: int
+    keys: int  # heads of keys and values
+    qk_dim: int
+    v_dim: int
+    kept: int  # numbers: queries, keys, values
 
 
 def attention(tape: Tape, model: ModelConfig, layer: int, sequences: int, length: int) -> None:
@@ -10,28 +22,35 @@ def attention(tape: Tape, model: ModelConfig, layer: int, sequences: int, length
     sequences: of a micro-batch. length: tokens of a sequence that this layer takes (all of them, unless a mixture of
     depths admits some), before context parallelism cuts it.
     """
-    plan = tape.plan
+    plan, kernel = tape.plan, tape.workload.attention_kernel
     local = length // plan.cp
     tokens = sequences * local
-    tape.enter_tensor("attention", tokens, model.hidden_size)
     if model.mla is not None:
-        heads, kv_heads, qk_dim, v_dim = _latent(tape, model, tokens)
+        heads = _latent(tape, model, tokens)
     elif model.cca is not None:
-        heads, kv_heads, qk_dim, v_dim = _convolutional(tape, model, tokens)
+        heads = _convolutional(tape, model, tokens)
     else:
-        heads, kv_heads, qk_dim, v_dim = _grouped_query(tape, model, tokens)
+        heads = _grouped_query(tape, model, tokens)
+    kv_width = heads.keys * (heads.qk_dim + heads.v_dim)
     # Keys and values of the other context ranks. Counted for all_gather; a ring carries the same bytes.
-    gathered = plan.cp * tokens * kv_heads * (qk_dim + v_dim)
+    gathered = plan.cp * tokens * kv_width
     tape.exchange("all_gather", "attention", "keys and values", "cp", plan.cp, gathered, overlap=True)
-    seen = _keys_seen(model, layer, length)
-    tape.attention((sequences, local, seen, heads, kv_heads, qk_dim, v_dim))
-    tape.save(tokens * (heads * (qk_dim + v_dim) + kv_heads * (qk_dim + v_dim)))  # queries, keys, values, output
-    tape.save(tokens * heads, width=4)  # log-sum-exp of the scores
-    if tape.workload.attention_kernel == "math":
-        tape.save(2 * sequences * heads * local * seen, cheap=True)  # scores before and after the soft-max
-    tape.gemm("attention", "out", tokens, model.hidden_size, heads * v_dim)
-    tape.own(heads * v_dim * model.hidden_size, model.hidden_size if model.attention_bias == "all" else 0)
+    exact = _keys_seen(model, layer, length)
+    seen = round(2 * exact - 1)
+    tape.attention((sequences, local, seen, *heads[:4]), seen=exact)
+    tape.save(tokens * (heads.kept + heads.queries * heads.v_dim))
+    scores = sequences * heads.queries * local * seen
+    if kernel == "math":  # after the soft-max, and with dropout the mask and what it leaves
+        tape.save(scores, cheap=True)
+        if tape.workload.dropout:
+            tape.save(scores, width=tape.width + 1, cheap=True)
+    else:
+        tape.save(tokens * heads.queries, width=4)  # log-sum-exp of the scores
+    tape.gemm("attention", "out", tokens, model.hidden_size, heads.queries * heads.v_dim)
+    tape.own(model.hidden_size, heads.queries * heads.v_dim, cut="columns")
+    tape.own_vectors(model.hidden_size if model.attention_bias == "all" else 0)
     tape.leave_tensor("attention", tokens, model.hidden_size)
+    tape.dropped(tokens * model.hidden_size)
 
 
 def _save_input(tape: Tape, tokens: int, hidden: int) -> None:
@@ -39,72 +58,111 @@ def _save_input(tape: Tape, tokens: int, hidden: int) -> None:
     tape.save(tokens * hidden / (tape.plan.tp if tape.plan.sequence_parallel else 1), cheap=True)
 
 
-def _grouped_query(tape: Tape, model: ModelConfig, tokens: int) -> tuple[int, int, int, int]:
-    """Projections and rotation. Returns (heads, key-value heads, query-key dims, value dims) of this rank."""
+def _grouped_query(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
+    """Projections and rotation."""
     tp, hidden, dim = tape.plan.tp, model.hidden_size, model.resolved_head_dim
     heads, kv_heads = model.num_heads // tp, max(1, model.resolved_num_kv_heads // tp)
     width = (heads + 2 * kv_heads) * dim
+    tape.enter_tensor("attention", tokens, hidden)
     _save_input(tape, tokens, hidden)
     tape.gemm("attention", "qkv", tokens, width, hidden)
-    tape.own(hidden * width, width if model.attention_bias != "none" else 0)
+    tape.own(heads * dim, hidden, cut="rows")
+    tape.own(kv_heads * dim, hidden, times=2, cut="rows")
+    tape.own_vectors(width if model.attention_bias != "none" else 0, cut=True)
     if model.attention_experts is not None:
-        tape.own(model.attention_experts.num_experts * hidden)
-    norms = {"none": 0, "head": 2 * dim, "projection": (heads + kv_heads) * dim}[model.qk_norm]
+        _head_router(tape, model.attention_experts.num_experts, tokens, hidden, heads * dim)
     if model.qk_norm != "none":
         tape.memory("attention", "norm of queries and keys", tokens * (heads + kv_heads) * dim, 2, 3)
         tape.save(tokens * (heads + kv_heads) * dim)
-    tape.own(0, norms + (heads if model.attention_sinks else 0))
+        whole = model.num_heads + model.resolved_num_kv_heads
+        tape.save(tokens * (heads + kv_heads if model.qk_norm == "head" else 2), width=4)
+        tape.own_vectors(2 * dim if model.qk_norm == "head" else whole * dim)
+    if model.clip_qkv is not None:
+        tape.memory("attention", "clip", tokens * width, 2, 3)
+        tape.save(tokens * width)
+    tape.own_vectors(heads if model.attention_sinks else 0, cut=True)
     tape.memory("attention", "rotation", tokens * (heads + kv_heads) * dim, 2, 2)
-    return heads, kv_heads, dim, dim
+    return Heads(heads, kv_heads, dim, dim, width)
 
 
-def _latent(tape: Tape, model: ModelConfig, tokens: int) -> tuple[int, int, int, int]:
-    """DeepSeek-V2's multi-head latent attention: down- and up-projections of queries and of keys with values."""
-    mla, tp, hidden = model.mla, tape.plan.tp, model.hidden_size
+def _head_router(tape: Tape, experts: int, tokens: int, hidden: int, width: int) -> None:
+    """Attention experts (DS-MoE): a softmax over groups of heads, with which their outputs are weighted."""
+    tape.gemm("router", "head router", tokens, experts, hidden, dtype="fp32")
+    tape.memory("router", "shares of heads", tokens * experts, 4, 4, launches=3, width=4)
+    tape.memory("attention", "weighting of heads", tokens * width, 2, 4)
+    tape.own(experts, hidden)
+    tape.save(tokens * width)
+    tape.save(5 * tokens * experts, width=4)
+    if tape.width < 4:
+        tape.save(tokens * hidden, width=4)
+        tape.save(tokens * experts)
+
+
+def _latent(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
+    """DeepSeek-V2's multi-head latent attention: down- and up-projections of queries and of keys with values.
+
+    Tensor ranks make the latents of the tokens they hold and gather those of the others.
+    """
+    mla, plan, hidden = model.mla, tape.plan, model.hidden_size
     assert mla is not None
-    heads = model.num_heads // tp
-    query = heads * mla.qk_head_dim
+    heads = model.num_heads // plan.tp
+    query, up = heads * mla.qk_head_dim, heads * (mla.nope_head_dim + mla.v_head_dim)
+    latent = mla.kv_rank + mla.rope_head_dim
+    local = tokens // plan.tp if plan.sequence_parallel else tokens
     _save_input(tape, tokens, hidden)
-    if mla.q_rank is None:
-        tape.gemm("attention", "q", tokens, query, hidden)
-        tape.own(hidden * query)
-    else:
-        tape.gemm("attention", "q down", tokens, mla.q_rank, hidden)
-        tape.memory("attention", "norm of the query latent", tokens * mla.q_rank, 2, 3)
-        tape.save(2 * tokens * mla.q_rank)
-        tape.gemm("attention", "q up", tokens, query, mla.q_rank)
-        tape.own(mla.q_rank * (hidden + query), mla.q_rank)
-    tape.gemm("attention", "kv down", tokens, mla.kv_rank + mla.rope_head_dim, hidden)
-    tape.memory("attention", "norm of the latent", tokens * mla.kv_rank, 2, 3)
-    tape.save(2 * tokens * mla.kv_rank)
-    up = heads * (mla.nope_head_dim + mla.v_head_dim)
+    if mla.q_rank is not None:
+        tape.gemm("attention", "q down", local, mla.q_rank, hidden)
+        tape.memory("attention", "norm of the query latent", local * mla.q_rank, 2, 3)
+        tape.save(local * mla.q_rank)
+        tape.save(local, width=4)
+        tape.own(mla.q_rank, hidden)
+        tape.own_vectors(mla.q_rank)
+    tape.gemm("attention", "kv down", local, latent, hidden)
+    tape.memory("attention", "norm of the latent", local * mla.kv_rank, 2, 3)
+    tape.save(local * latent)
+    tape.save(local, width=4)
+    tape.own(latent, hidden)
+    tape.own_vectors(mla.kv_rank)
+    tape.enter_tensor("attention", tokens, (mla.q_rank or hidden) + latent)
+    query_input = mla.q_rank or hidden
+    tape.gemm("attention", "q up" if mla.q_rank else "q", tokens, query, query_input)
+    tape.own(query, query_input, cut="rows")
+    if mla.q_rank is not None:
+        tape.save(tokens * mla.q_rank)
     tape.gemm("attention", "kv up", tokens, up, mla.kv_rank)
-    tape.own(hidden * (mla.kv_rank + mla.rope_head_dim) + mla.kv_rank * up, mla.kv_rank)
+    tape.save(tokens * latent)
+    tape.own(up, mla.kv_rank, cut="rows")
     tape.memory("attention", "rotation", tokens * 2 * query, 2, 2)
-    return heads, heads, mla.qk_head_dim, mla.v_head_dim
+    return Heads(heads, heads, mla.qk_head_dim, mla.v_head_dim, 2 * query + up)
 
 
-def _convolutional(tape: Tape, model: ModelConfig, tokens: int) -> tuple[int, int, int, int]:
+def _convolutional(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
     """ZAYA1's compressed convolutional attention: latents, two causal convolutions, means, norms, shifted values."""
     cca, tp, hidden, dim = model.cca, tape.plan.tp, model.hidden_size, model.resolved_head_dim
     assert cca is not None
     heads, kv_heads = model.num_heads // tp, max(1, model.resolved_num_kv_heads // tp)
     channels = (heads + kv_heads) * dim
+    tape.enter_tensor("attention", tokens, hidden)
     _save_input(tape, tokens, hidden)
     tape.gemm("attention", "queries and keys", tokens, channels, hidden)
     tape.gemm("attention", "values", tokens, kv_heads * dim, hidden)
-    tape.memory("attention", "depthwise convolution", tokens * channels, 2, 3)
+    taps = 2.0 * tokens * channels * cca.depthwise_taps
+    tape.memory("attention", "depthwise convolution", tokens * channels, 2, 3, flops=taps)
     tape.gemm("attention", "grouped convolution", tokens, dim, dim * cca.grouped_taps, batch=heads + kv_heads)
     tape.memory("attention", "means, norms, rotation", tokens * channels, 4, 6)
-    tape.save(4 * tokens * channels)
-    matrices = hidden * (channels + kv_heads * dim) + channels * dim * cca.grouped_taps
-    tape.own(matrices + channels * cca.depthwise_taps, 2 * channels + kv_heads)
-    return heads, kv_heads, dim, dim
+    tape.save((cca.depthwise_taps + cca.grouped_taps) * tokens * channels)  # shifted inputs
+    tape.save((heads + 2 * kv_heads) * tokens * dim + 2 * (heads + kv_heads) * tokens, width=4)  # the norms, in fp32
+    tape.own(heads * dim, hidden, cut="rows")
+    tape.own(kv_heads * dim, hidden, cut="rows")
+    tape.own(kv_heads * dim // 2, hidden, times=2, cut="rows")
+    tape.own(channels, dim * cca.grouped_taps, cut="rows", muon=False)
+    tape.own(channels, cca.depthwise_taps, cut="rows", muon=False)
+    tape.own_vectors(2 * channels + kv_heads, cut=True)
+    return Heads(heads, kv_heads, dim, dim, (heads + 2 * kv_heads) * dim)
 
 
-def _keys_seen(model: ModelConfig, layer: int, length: int) -> int:
-    """The keys of an attention kernel of this layer: of a window, such that half of them are seen by a query."""
+def _keys_seen(model: ModelConfig, layer: int, length: int) -> float:
+    """The keys that a query of this layer looks at, on average. A kernel is given twice as many: half are seen."""
     window = model.sliding_window if model.layer_type(layer) == "sliding" else None
-    if window is None or window >= length:
-        return length
-    return round(2 * (window * (window + 1) / 2 + (length - window) * window) / length) - 1
+    window = length if window is None else min(window, length)
+    return (window * (window + 1) / 2 + (length - window) * window) / length

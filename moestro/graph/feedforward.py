@@ -1,9 +1,12 @@
 """Feed-forward layers on one rank: dense, and mixtures of experts with what moves tokens to them and back."""
 
+from math import comb
+
 from moestro.config.counts import matrices_of
 from moestro.config.model import ModelConfig
 from moestro.config.moe import MoEConfig
 from moestro.config.plan import Plan
+from moestro.graph.router import router
 from moestro.graph.tape import Tape
 
 
@@ -15,6 +18,7 @@ def dense(tape: Tape, model: ModelConfig, tokens: int) -> None:
     tape.save(tokens * hidden / (tape.plan.tp if tape.plan.sequence_parallel else 1), cheap=True)
     _two_products(tape, "dense", tokens, hidden, width, matrices_of(model.activation))
     tape.leave_tensor("dense", tokens, hidden)
+    tape.dropped(tokens * hidden)
 
 
 def mixture(tape: Tape, model: ModelConfig, layer: int, tokens: int) -> None:
@@ -22,41 +26,83 @@ def mixture(tape: Tape, model: ModelConfig, layer: int, tokens: int) -> None:
     moe, plan, hidden = model.moe, tape.plan, model.hidden_size
     assert moe is not None
     local = tokens // plan.tp if plan.sequence_parallel else tokens
-    top_k, experts = model.top_k_of_layer(layer), moe.resolved_num_experts
     matrices = matrices_of(moe.activation)
-    _router(tape, model, moe, local, layer)
+    router(tape, model, moe, local, layer, model.top_k_of_layer(layer))
     tape.save(local * hidden)  # input of router and experts
-    outer = hidden
+    outer = moe.latent_size or hidden
     if moe.latent_size is not None:
-        outer = moe.latent_size
         tape.gemm("experts", "to latent", local, outer, hidden)
-        tape.gemm("experts", "from latent", local, hidden, outer)
-        tape.own(2 * hidden * outer)
+        tape.own(outer, hidden)
+        tape.own(hidden, outer)
+        tape.save(2 * local * outer)
     if moe.num_shared_experts:
         width = moe.num_shared_experts * moe.expert_hidden_size // plan.tp
         tape.enter_tensor("shared experts", tokens, hidden)
         _two_products(tape, "shared experts", tokens, hidden, width, matrices)
         tape.leave_tensor("shared experts", tokens, hidden)
-    copies = _copies(moe, plan, local, top_k)
-    sent = _sent(plan, local, copies, experts, top_k)
-    _dispatch(tape, copies, sent, outer, back=False)
+    _experts(tape, moe, local, model.top_k_of_layer(layer), outer)
+    if moe.latent_size is not None:
+        tape.gemm("experts", "from latent", local, hidden, outer)
+
+
+def _experts(tape: Tape, moe: MoEConfig, local: int, top_k: int, outer: int) -> None:
+    """The routed experts of `local` tokens of width `outer`, in chunks from dispatch to combine."""
+    plan, saved = tape.plan, tape.saved
+    tape.repeat = plan.expert_chunks
+    start = len(tape.forward)
+    _chunk(tape, moe, local / plan.expert_chunks, top_k, outer)
+    tape.repeat = 1
+    chunk = tape.saved - saved
+    tape.saved = saved + chunk * plan.expert_chunks
+    if plan.expert_recompute:  # only what comes in and goes out outlives a chunk; its results need not travel again
+        again = [node for node in tape.forward[start:] if not node.name.startswith("combine")]
+        tape.backward_groups.append(again)
+        tape.saved, tape.transient = saved, chunk
+    _hold_experts(tape, moe, outer)
+
+
+def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) -> None:
+    """MemFine's unit (arXiv 2511.21431): some tokens of this rank through dispatch, experts and combine."""
+    plan, matrices = tape.plan, matrices_of(moe.activation)
+    first = plan.etp > 1 and plan.etp_gathers == "tokens"
+    if first:
+        tape.exchange("all_gather", "dispatch", "tokens of the slices", "etp", plan.etp, plan.etp * tokens * outer)
+        tokens *= plan.etp
+    copies = _copies(moe, plan, tokens, top_k)
+    _exchange(tape, moe, tokens, copies, top_k, outer, back=False)
     # With etp ranks holding slices of the same experts, all of their tokens pass all slices.
-    rows = copies * plan.etp
-    if plan.etp > 1:
-        tape.exchange("all_gather", "dispatch", "tokens of the slices", "etp", plan.etp, rows * outer)
-    width = moe.resolved_expert_hidden_size // plan.etp
-    held = experts // plan.ep
+    last = plan.etp > 1 and not first
+    rows = copies * plan.etp if last else copies
+    if last:
+        tape.exchange("all_gather", "dispatch", "rows of the slices", "etp", plan.etp, rows * outer)
+    width, held = moe.resolved_expert_hidden_size // plan.etp, moe.resolved_num_experts // plan.ep
     up = (matrices - 1) * width
-    tape.grouped("experts", "up", held, rows, up, outer)
-    tape.save(rows * outer)
-    tape.activation("experts", rows, width, matrices)
-    tape.grouped("experts", "down", held, rows, outer, width)
-    biases = (up + outer) if moe.expert_bias else 0
-    tape.own(held * outer * (up + width), held * biases, expert=True)
-    if plan.etp > 1:
-        tape.exchange("reduce_scatter", "dispatch", "tokens of the slices back", "etp", plan.etp, rows * outer)
-    _dispatch(tape, copies, sent, outer, back=True)
-    tape.save(copies * outer)  # what the weighted sum of the experts' outputs needs for the weights' gradient
+    tape.grouped("experts", "up", held, round(rows), up, outer)
+    if tape.workload.lean_experts:
+        tape.memory("experts", "activation", rows * width, matrices, 2 * matrices - 1)
+        tape.save(rows * up)
+        tape.save(rows, width=20)  # a row's place, token and weight
+        if plan.ep * plan.etp > 1:  # the tokens that came, each once
+            tape.save(_sent(moe, plan.ep, tokens, copies, top_k) * (plan.etp if last else 1) * outer)
+    else:
+        tape.save(rows * outer)
+        tape.activation("experts", rows, width, matrices)
+        tape.save(copies * outer)  # what the weighted sum of the experts' outputs needs for the weights' gradient
+    tape.grouped("experts", "down", held, round(rows), outer, width)
+    if last:
+        tape.exchange("reduce_scatter", "dispatch", "combine rows of the slices", "etp", plan.etp, rows * outer)
+    _exchange(tape, moe, tokens, copies, top_k, outer, back=True)
+    if first:
+        tape.exchange("reduce_scatter", "dispatch", "combine of the slices", "etp", plan.etp, tokens * outer)
+
+
+def _hold_experts(tape: Tape, moe: MoEConfig, outer: int) -> None:
+    plan, matrices = tape.plan, matrices_of(moe.activation)
+    width, held = moe.resolved_expert_hidden_size // plan.etp, moe.resolved_num_experts // plan.ep
+    tape.own(width, outer, times=held * (matrices - 1), cut="rows", expert=True)
+    tape.own(outer, width, times=held, cut="columns", expert=True)
+    if moe.expert_bias:
+        tape.own_vectors(held * ((matrices - 1) * width + outer // plan.etp), cut=True, expert=True)
 
 
 def _two_products(tape: Tape, part: str, tokens: int, hidden: int, width: int, matrices: int) -> None:
@@ -64,80 +110,88 @@ def _two_products(tape: Tape, part: str, tokens: int, hidden: int, width: int, m
     tape.gemm(part, "up", tokens, up, hidden)
     tape.activation(part, tokens, width, matrices)
     tape.gemm(part, "down", tokens, hidden, width)
-    tape.own(hidden * (up + width))
+    tape.own(width, hidden, times=matrices - 1, cut="rows")
+    tape.own(hidden, width, cut="columns")
 
 
-def _router(tape: Tape, model: ModelConfig, moe: MoEConfig, tokens: int, layer: int) -> None:
-    router, hidden, choices, size = moe.router, model.hidden_size, moe.num_choices, moe.router.hidden_size
-    dtype = "fp32" if router.fp32 else None
-    if router.kind in ("linear", "hybrid"):
-        tape.gemm("router", "logits", tokens, choices, hidden, dtype=dtype)
-        tape.own(hidden * choices, choices if router.bias else 0)
-    if router.kind == "zaya":
-        carries = router.carry_state and layer != model.moe_layers.index(True)
-        tape.gemm("router", "down", tokens, size, hidden, dtype=dtype)
-        for name in ("first", "second"):
-            tape.gemm("router", name, tokens, size, size, dtype=dtype)
-        tape.gemm("router", "logits", tokens, choices, size, dtype=dtype)
-        tape.memory("router", "state, norm, activations", tokens * size, 8, 12, width=4)
-        tape.own(hidden * size + 2 * size * size + size * choices, size * (5 if carries else 4))
-        tape.save(6 * tokens * size, width=4)
-    if router.kind in ("mlp", "attention", "mlp_hadamard", "hybrid"):
-        for name in ("query", "gate")[: 2 if router.kind == "mlp_hadamard" else 1]:
-            tape.gemm("router", name, tokens, size, hidden, dtype=dtype)
-        tape.gemm("router", "keys", tokens, choices, size, dtype=dtype)
-        gates = 2 if router.kind == "mlp_hadamard" else 1
-        tape.own(gates * hidden * size + size * choices, 1 if router.kind == "hybrid" else 0)
-        tape.save(2 * tokens * size, width=4)
-    tape.memory("router", "scores and choice", tokens * choices, 6, 4, launches=4, width=4)
-    tape.save(2 * tokens * choices, width=4)
-    if router.selection == "expert_choice":  # a second, causal router stands in when not training
-        tape.own(hidden // 2 * (hidden + choices))
-
-
-def _copies(moe: MoEConfig, plan: Plan, tokens: int, top_k: int) -> int:
+def _copies(moe: MoEConfig, plan: Plan, tokens: float, top_k: int) -> float:
     """(token, expert) pairs that leave a rank, and on average arrive at one."""
     if moe.router.selection == "dense":
         return tokens * moe.resolved_num_experts
     if moe.router.selection == "expert_choice":
-        return round(tokens * top_k * (moe.router.capacity_factor or 1.0))
+        return tokens * top_k * (moe.router.capacity_factor or 1.0)
     capacity = plan.capacity_factor or moe.router.capacity_factor
     # With a capacity, experts compute at most their share; below 1 the rest is dropped.
-    return round(tokens * top_k * min(1.0, capacity)) if capacity is not None else tokens * top_k
+    return tokens * top_k * min(1.0, capacity) if capacity is not None else tokens * top_k
 
 
-def _sent(plan: Plan, tokens: int, copies: int, experts: int, top_k: int) -> float:
-    """Rows that a rank sends to the ep ranks, its own included."""
-    if plan.dispatch == "deduplicated":
-        return min(copies, tokens * distinct_ranks(experts, top_k, plan.ep))
-    return copies
-
-
-def distinct_ranks(experts: int, top_k: int, ranks: int) -> float:
+def distinct_ranks(experts: int, top_k: int, ranks: int, groups: int = 1, top_groups: int = 1) -> float:
     """Ranks that a token's top_k experts lie on, on average over even choices without repetition.
 
-    ranks · (1 - C(E - E/ranks, k) / C(E, k)), the hypergeometric count of fine-grained MoE's price (2506.02890).
+    ranks · (1 - C(E - E/ranks, k) / C(E, k)), the hypergeometric count of fine-grained MoE's price (2506.02890). With
+    node-limited routing (DeepSeek-V3) a token's choice is among top_groups of `groups` equal groups of experts.
     """
-    held = experts // ranks
-    missed = 1.0
-    for i in range(top_k):
-        missed *= max(0, experts - held - i) / (experts - i)
-    return ranks * (1 - missed)
+    size = experts // groups  # of a group
+    open_experts = top_groups * size
+    held = min(experts // ranks, size)  # of a rank, in one group
+    here = max(1, groups // ranks)  # groups of which a rank holds some
+    hit = 0.0
+    for opened in range(1, min(here, top_groups) + 1):
+        chance = comb(here, opened) * comb(groups - here, top_groups - opened) / comb(groups, top_groups)
+        missed = 1.0
+        for i in range(top_k):
+            missed *= max(0, open_experts - opened * held - i) / (open_experts - i)
+        hit += chance * (1 - missed)
+    return ranks * hit
 
 
-def _dispatch(tape: Tape, copies: int, sent: float, hidden: int, back: bool) -> None:
+def worst_rows(tokens: int, ep: int, top_k: int, experts_here: int) -> int:
+    """The most expert rows that a rank can get: of `tokens` on each of ep ranks (MemFine, arXiv 2511.21431)."""
+    return tokens * ep * min(top_k, experts_here)
+
+
+def _exchange(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: int, hidden: int, back: bool) -> None:
     """Tokens to their experts' ranks, or the results back to their tokens."""
     plan = tape.plan
     name = "combine" if back else "dispatch"
-    passes = 2.0
     if not back:
-        tape.memory("dispatch", "sort by expert", copies * hidden, passes, passes, launches=3)
+        tape.memory("dispatch", "sort by expert", copies * hidden, 2, 2, launches=3)
     if plan.ep > 1:
-        if plan.dispatch == "all_gather":
-            size, op = plan.ep * sent, "reduce_scatter" if back else "all_gather"
+        if plan.dispatch == "two_hop":
+            _two_hop(tape, moe, tokens, copies, top_k, hidden, name)
+        elif plan.dispatch == "all_gather":
+            op = "reduce_scatter" if back else "all_gather"
+            size = plan.ep * tokens * hidden
+            tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
         else:
-            size, op = sent, "all_to_all"
-        tape.exchange(op, "dispatch", name, "ep", plan.ep, size * hidden, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
-        tape.memory("dispatch", f"{name}: order by expert", copies * hidden, passes, passes)
+            sent = _sent(moe, plan.ep, tokens, copies, top_k) if plan.dispatch == "deduplicated" else copies
+            tape.exchange("all_to_all", "dispatch", name, "ep", plan.ep, sent * hidden, overlap=plan.overlap_dispatch)
+        tape.memory("dispatch", f"{name}: order by expert", copies * hidden, 2, 2)
     if back:
-        tape.memory("dispatch", "weighted sum", copies * hidden, passes, 3, launches=2)
+        tape.memory("dispatch", "weighted sum", copies * hidden, 2, 3, launches=2)
+
+
+def _two_hop(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: int, hidden: int, name: str) -> None:
+    """Between nodes one copy of a token for each node it goes to, inside one for each expert (DeepEP's way)."""
+    plan = tape.plan
+    assert plan.ranks_per_node is not None
+    inside = min(plan.ep, max(1, plan.ranks_per_node // plan.etp))
+    nodes = -(-plan.ep // inside)
+    hops = []
+    if nodes > 1:
+        sent = _sent(moe, nodes, tokens, copies, top_k) * hidden
+        hops.append(("between nodes", "ep_between", nodes, sent))
+    if inside > 1:
+        hops.append(("inside nodes", "ep", inside, copies * hidden))
+    for where, dimension, ranks, size in reversed(hops) if name == "combine" else hops:
+        label = f"{name} {where}"
+        tape.exchange("all_to_all", "dispatch", label, dimension, ranks, size, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
+
+
+def _sent(moe: MoEConfig, ranks: int, tokens: float, copies: float, top_k: int) -> float:
+    """Rows that a rank sends to `ranks` ranks or nodes, itself included, when a token goes to each of them once."""
+    experts, limited = moe.resolved_num_experts, moe.router
+    groups, top_groups = (limited.num_groups, limited.top_groups) if limited.selection == "top_k" else (1, 1)
+    if moe.router.selection == "dense":
+        return tokens * ranks
+    return min(copies, tokens * distinct_ranks(experts, min(top_k, experts), ranks, groups, top_groups))

@@ -5,6 +5,7 @@ Counting (`count.py`) and tracing (`trace.py`) both end here; pricing and simula
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 # What a kernel's `dims` are:
@@ -15,7 +16,8 @@ from typing import Literal, NamedTuple
 #   memory            (elements,)     bound by memory: norms, activations, additions, casts, optimizer, scatter …
 KernelOp = Literal["gemm", "grouped_gemm", "attention", "attention_backward", "memory"]
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
-Dimension = Literal["tp", "cp", "ep", "etp", "dp", "edp", "pp", "world"]
+# ep_between: of a two-hop exchange, between the nodes; its "ep" is then inside a node.
+Dimension = Literal["tp", "cp", "ep", "ep_between", "etp", "dp", "edp", "pp", "world"]
 
 
 class Kernel(NamedTuple):
@@ -54,6 +56,15 @@ class Collective(NamedTuple):
 Node = Kernel | Collective
 
 
+class Matrices(NamedTuple):
+    """`times` equal matrices that Muon orthogonalises, whole (of experts: each by itself), wherever they are cut."""
+
+    rows: int
+    columns: int
+    times: int
+    expert: bool
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters that one rank holds (before ZeRO splits anything)."""
@@ -62,6 +73,8 @@ class Parameters:
     expert: int = 0  # replicated over the expert data ranks
     matrices: int = 0  # of both: in matrices that Muon takes
     trained: int = 0  # of both: with gradients and optimizer state
+    replicated: int = 0  # of dense: whole on every tp rank, not a part
+    shapes: tuple[Matrices, ...] = ()  # of `matrices`
 
     @property
     def total(self) -> int:
@@ -77,11 +90,39 @@ class Saved:
     transient: float  # the largest further need while one layer computes (recomputed activations, gathered weights …)
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one layer, the embedding or the head does in one micro-batch.
+
+    Counting makes one object for all equal layers, and gives the same object again to later graphs in which nothing
+    changes for them. Pieces are equal by identity, so whoever prices many graphs keeps a `dict[Piece, …]` and walks the
+    nodes of a piece once; stages whose `pieces` are equal cost the same.
+    """
+
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...] = ()
+    weight: tuple[Node, ...] = ()
+    recompute: tuple[Node, ...] = ()  # before backward, where the stage recomputes it
+    saved: float = 0.0
+    kept: float = 0.0  # of saved, where it is recomputed
+    transient: float = 0.0  # further bytes at its worst moment: chunks of experts that are computed again
+    parameters: Parameters = Parameters()
+
+
+class Run(NamedTuple):
+    """`times` equal pieces of a stage one after the other, of which the first `recomputed` are computed again."""
+
+    piece: Piece
+    times: int = 1
+    recomputed: int = 0
+
+
 @dataclass(frozen=True)
 class Stage:
     """One chunk of layers on a pipeline rank, for one micro-batch. Stage i of pp · vpp; the rank is i % pp unless the
     schedule is V-shaped.
 
+    `pieces` is the short form, in the order of forward; the four tuples of nodes are made of it when asked for.
     backward holds the gradients of inputs, weight those of weights: schedules that do not split them run both.
     recompute: what recomputation adds before the backward pass.
     """
@@ -91,11 +132,24 @@ class Stage:
     layers: tuple[int, ...]
     parameters: Parameters
     saved: Saved
-    forward: tuple[Node, ...]
-    backward: tuple[Node, ...]
-    weight: tuple[Node, ...] = ()
-    recompute: tuple[Node, ...] = ()
+    pieces: tuple[Run, ...]
     send_bytes: float = 0.0  # to the next stage, each micro-batch, each direction
+
+    @cached_property
+    def forward(self) -> tuple[Node, ...]:
+        return tuple(node for run in self.pieces for node in run.piece.forward * run.times)
+
+    @cached_property
+    def backward(self) -> tuple[Node, ...]:
+        return tuple(node for run in reversed(self.pieces) for node in run.piece.backward * run.times)
+
+    @cached_property
+    def weight(self) -> tuple[Node, ...]:
+        return tuple(node for run in reversed(self.pieces) for node in run.piece.weight * run.times)
+
+    @cached_property
+    def recompute(self) -> tuple[Node, ...]:
+        return tuple(node for run in self.pieces for node in run.piece.recompute * run.recomputed)
 
 
 @dataclass(frozen=True)

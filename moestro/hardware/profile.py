@@ -1,13 +1,13 @@
 """The profile of one machine: what was measured, when, with what, and how well. Predictions are priced by it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from moestro.config.base import Section
+from moestro.config.files import write_whole
 from moestro.errors import MoestroError
 
 FORMAT = 1
@@ -28,8 +28,30 @@ FORMAT = 1
 #   all_reduce all_gather reduce_scatter all_to_all all_to_all_uneven broadcast send_recv ring
 #                   bytes (the definition of curves.busbw), ranks, nodes, dtype [, world, groups, algorithm, pair]
 #   host_t1 … host_t5, host_launch, host_sync              what
-#   storage_write storage_read storage_random_read storage_scatter    bytes, block_bytes
+#   storage_write storage_read storage_random_read storage_scatter    bytes, block_bytes [, depth, advice]
 Value = int | float | str
+
+# Without these entries nothing can be done with a sample, so that a file whose samples lack one is refused.
+_PRODUCT, _ROWS, _EXCHANGE = ("m", "n", "k", "dtype"), ("tokens", "width", "dtype"), ("bytes", "ranks")
+_NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("gemm",): _PRODUCT,
+    ("batched_gemm",): ("batch", *_PRODUCT),
+    ("grouped_gemm",): ("groups", *_PRODUCT),
+    ("moe_experts",): ("experts", "top_k", "tokens", "ffn", "hidden", "dtype"),
+    ("attention",): ("batch", "seq", "heads", "kv_heads", "head_dim", "dtype", "phase"),
+    ("copy", "scale", "add", "triad", "dot", "read", "host_to_device", "device_to_host"): ("bytes",),
+    ("rmsnorm", "rmsnorm_backward", "residual_norm", "swiglu", "rope", "gather", "scatter"): _ROWS,
+    ("router",): (*_ROWS, "experts", "top_k"),
+    ("embedding", "embedding_backward", "cross_entropy"): (*_ROWS, "vocab"),
+    ("adamw",): ("elements", "dtype"),
+    ("muon", "newton_schulz"): ("matrices", "rows", "columns"),
+    ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven"): _EXCHANGE,
+    ("broadcast", "send_recv", "ring"): _EXCHANGE,
+    tuple(f"host_t{i}" for i in range(1, 6)) + ("host_launch", "host_sync"): ("what",),
+    ("storage_write", "storage_read", "storage_random_read", "storage_scatter"): ("bytes", "block_bytes"),
+}
+_NEEDED_BY_OP = {op: needed for ops, needed in _NEEDED.items() for op in ops}
+_WORDS = ("dtype", "phase", "what")  # all other entries needed are numbers
 
 
 class Sample(Section):
@@ -102,8 +124,8 @@ class Machine(Section):
     )
     nics: tuple[str, ...] = ()
     load_average: float | None = None  # before measuring; above a few tenths of a core the profile is suspect
-    versions: dict[str, str] = {}
-    environment: dict[str, str] = {}  # variables that change speed (OMP_*, NCCL_*, …)
+    versions: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)  # variables that change speed (OMP_*, NCCL_*, …)
 
 
 class MachineProfile(Section):
@@ -120,7 +142,7 @@ class MachineProfile(Section):
     machine: Machine
     samples: tuple[Sample, ...]
     fits: tuple[FitReport, ...] = ()
-    constants: dict[str, float] = {}
+    constants: dict[str, float] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what was skipped or is suspect, and why
 
     def of(self, op: str, **wanted: Value) -> list[Sample]:
@@ -131,25 +153,21 @@ class MachineProfile(Section):
 def save_profile(profile: MachineProfile, path: Path) -> None:
     """Write the profile as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(profile.model_dump(mode="json", exclude_none=True), indent=1) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(profile.model_dump(mode="json", exclude_none=True), indent=1) + "\n")
 
 
 def load_profile(path: Path) -> MachineProfile:
     """Read a profile (a file, or a folder that holds profile.json).
 
     Raises:
-        MoestroError: no such file, not JSON, another format, or a key or value that the schema does not know.
+        MoestroError: no such file, not JSON, another format, a key or value that the schema does not know, or a case
+            that lacks an entry which its operation needs.
     """
     if path.is_dir():
         path = path / "profile.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MoestroError(f"no profile at {path}; `moestro measure` writes one") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MoestroError(f"{path} is not a profile: {error}") from error
@@ -157,8 +175,23 @@ def load_profile(path: Path) -> MachineProfile:
         found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
         raise MoestroError(f"{path} has profile format {found}; this version reads {FORMAT}. Measure again.")
     try:
-        return MachineProfile.model_validate(tree)
+        profile = MachineProfile.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise MoestroError(f"{path}: {where}: {first['msg']}") from error
+    for number, sample in enumerate(profile.samples):
+        if problem := _case_problem(sample):
+            raise MoestroError(f"{path}: samples.{number}, of {sample.op}: {problem}")
+    return profile
+
+
+def _case_problem(sample: Sample) -> str:
+    """What is wrong with the entries that the operation needs; empty for an operation that we do not know."""
+    for name in _NEEDED_BY_OP.get(sample.op, ()):
+        value = sample.case.get(name)
+        if value is None:
+            return f"its case has no '{name}'"
+        if isinstance(value, str) != (name in _WORDS):
+            return f"'{name}' is a {'word' if name in _WORDS else 'number'}, not {value!r}"
+    return ""

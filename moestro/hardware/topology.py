@@ -3,6 +3,7 @@
 Nothing is measured here, and nothing guessed: what the system does not say is None, "unknown" or left out.
 """
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ def discover(
     what it prints, or None."""
     names = tuple(accelerator_names() if accelerators is None else accelerators)
     link, evidence = find_link(names, output_of or command_output)
-    return Topology(_cpu(root), _limits(root), names, link, evidence, find_nics(root), _disks(root))
+    return Topology(_cpu(root), control_group_limits(root), names, link, evidence, find_nics(root), _disks(root))
 
 
 def accelerator_names() -> list[str]:
@@ -162,7 +163,18 @@ def _cpu(root: Path) -> Cpu:
     )
 
 
-def _limits(root: Path) -> Limits:
+def usable_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """Of NVIDIA's or AMD's kernel module; empty without either."""
+    nvidia = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", _text(root / "proc/driver/nvidia/version"))
+    return nvidia[1] if nvidia else _text(root / "sys/module/amdgpu/version")
+
+
+def control_group_limits(root: Path = Path("/")) -> Limits:
     """The narrowest of the control group and those above it, by version 1 or 2."""
     cpus, memory = list[float](), list[int]()
     groups = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]

@@ -4,7 +4,6 @@ A repetition starts at a barrier and lasts as long as its slowest rank. The case
 slow drift of the machine shows in the spread.
 """
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from moestro.errors import MoestroError
 from moestro.hardware.device import resolve_device
 from moestro.hardware.grouping import Grouping
 from moestro.hardware.profile import Sample
+from moestro.hardware.topology import usable_cores
 from moestro.measure.exchanges import OPS, check_choice
 from moestro.measure.pairs import measure_pairs
 from moestro.measure.rounds import Case, Progress, Runner, teams_of
@@ -165,7 +165,7 @@ def collective_profile(
 def _conditions(world: int, device: str) -> list[str]:
     """What a reader should know of ranks that were started here."""
     notes = []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if world > cores:
         notes.append(f"{world} ranks share {cores} cores: their latencies are the scheduler's more than the link's")
     if resolve_device(device).type != "cpu":

@@ -10,7 +10,7 @@ from statistics import median
 
 from moestro.errors import MoestroError
 from moestro.hardware.curves.alignment import alignment
-from moestro.hardware.curves.fusion import recommend_bucket
+from moestro.hardware.curves.fusion import Bucket, recommend_bucket
 from moestro.hardware.curves.mesh import detect_derate
 from moestro.hardware.profile import MachineProfile, Sample
 from moestro.measure.curves import FEWEST_SIZES, Curves, fit_curves, full_device
@@ -67,7 +67,7 @@ def derive_constants(samples: Sequence[Sample], curves: Curves) -> dict[str, flo
         **memory,
         **_host(samples),
         **_collectives(curves),
-        **_buckets(curves),
+        **_bucket_sizes(curves),
         **_storage(samples),
     }
 
@@ -130,16 +130,34 @@ def _collectives(curves: Curves) -> dict[str, float]:
     return constants
 
 
-def _buckets(curves: Curves) -> dict[str, float]:
-    """Fusion buffers for each number of ranks in one node: reduce-scatter and all-gather, or else all-reduce."""
-    constants = dict[str, float]()
+def buckets(curves: Curves, params: float | None = None) -> dict[int, Bucket]:
+    """Fusion buffers for each number of ranks in one node: reduce-scatter and all-gather, or else all-reduce.
+
+    Numbers of ranks whose bandwidth does not level off in the sizes measured are left out.
+
+    Args:
+        params: that one step reduces, for the time that the buckets leave exposed; None: the bandwidth alone counts.
+
+    Raises:
+        MoestroError: params that are not above zero.
+    """
+    if params is not None and not 0 < params < math.inf:
+        raise MoestroError(f"a step reduces more than {params:g} parameters; give for example 1.5e9")
+    found = dict[int, Bucket]()
     for ranks in sorted({ranks for _, ranks, nodes in curves.collectives if nodes == 1}):
         one_node = {op: curve for (op, n, nodes), curve in curves.collectives.items() if (n, nodes) == (ranks, 1)}
         used: list[str] = [op for op in ("reduce_scatter", "all_gather") if op in one_node] or ["all_reduce"]
         with suppress(MoestroError):  # the bandwidth does not level off in the sizes measured
-            bucket = recommend_bucket({op: one_node[op] for op in used if op in one_node}, BYTES_PER_PARAM, ranks)
-            constants[f"bucket_bytes_{ranks}"] = bucket.bytes
-            constants[f"bucket_params_{ranks}"] = bucket.params
+            curves_used = {op: one_node[op] for op in used if op in one_node}
+            found[ranks] = recommend_bucket(curves_used, BYTES_PER_PARAM, ranks, params=params)
+    return found
+
+
+def _bucket_sizes(curves: Curves) -> dict[str, float]:
+    constants = dict[str, float]()
+    for ranks, bucket in buckets(curves).items():
+        constants[f"bucket_bytes_{ranks}"] = bucket.bytes
+        constants[f"bucket_params_{ranks}"] = bucket.params
     return constants
 
 

@@ -6,13 +6,11 @@ A section that fails is noted with its reason, and the rest goes on; what no lon
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +22,7 @@ from moestro.errors import MoestroError
 from moestro.hardware.catalog import find_device
 from moestro.hardware.device import device_name, resolve_device
 from moestro.hardware.profile import Machine, MachineProfile, Sample
-from moestro.hardware.topology import discover
+from moestro.hardware.topology import discover, driver_version, usable_cores
 from moestro.measure.attention import attention_cases
 from moestro.measure.collectives import Plan as CollectivePlan
 from moestro.measure.collectives import collective_profile, usual_plan
@@ -45,6 +43,7 @@ _SHARES = {"compute": 21.0, "host": 3.0, "storage": 5.0, "collectives": 17.0}
 # Of its own time: what must be left, or a section is not started; and what it takes at most of what others leave.
 LEAST, MOST = 0.3, 1.5
 LEAVE = 0.8  # of its share that storage plans with, as a pass that has begun is finished
+HANGS_S = 60.0  # beyond its time, after which the command that measures collectives is taken to hang
 CALL_S, ENOUGH_S = 2.5e-3, 0.5  # of timing one compute case, at least and at most
 
 _CASES = {
@@ -219,7 +218,7 @@ def collectives_of_devices(
     """What `moestro measure collectives` measures with one new process for each device, and its notes.
 
     Raises:
-        RuntimeError: it failed; with the last line that it wrote.
+        RuntimeError: it failed; with what it wrote to its standard error. Or it hangs, and was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -227,7 +226,10 @@ def collectives_of_devices(
         command += [f"--device={device.type}", f"--limit={limit_s:.0f}", f"--pair-bytes={plan.pair_bytes}"]
         command += [f"--ops={','.join(plan.ops) or 'none'}", f"--sizes={','.join(map(str, plan.sizes_bytes))}"]
         command += [f"--groups={','.join(map(str, plan.group_sizes))}", f"--repeats={plan.repeats}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 60)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + HANGS_S)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no answer within {limit_s + HANGS_S:.0f} s; `moestro doctor` may say why") from error
         if not (out / "samples.jsonl").exists():
             raise RuntimeError(done.stderr.strip() or f"exit status {done.returncode}")
         samples = [Sample.model_validate_json(line) for line in (out / "samples.jsonl").read_text().splitlines()]
@@ -250,7 +252,7 @@ def describe_machine(device: torch.device) -> Machine:
     """Who is measured: device, processor, versions, and the variables that change speed."""
     text, found = device_name(device), discover()
     catalog = find_device(text.split(", ")[0])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     memory = [limit for limit in (_memory_bytes(), found.limits.memory_bytes) if limit is not None]
     return Machine(
         device_id=catalog.id if catalog else "",
@@ -305,22 +307,11 @@ def _versions(device: torch.device) -> dict[str, str]:
     for name, version in (("cuda", torch.version.cuda), ("rocm", torch.version.hip)):
         if device.type == "cuda" and version:
             versions[name] = version
-    if device.type == "cuda" and (driver := _driver_version()):
+    if device.type == "cuda" and (driver := driver_version()):
         versions["driver"] = driver
     if device.type == "cuda":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
-
-
-def _driver_version() -> str:
-    """Of NVIDIA's or AMD's kernel module; empty where none says."""
-    with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-        if found := re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text):
-            return found[1]
-    with suppress(OSError):
-        return Path("/sys/module/amdgpu/version").read_text(encoding="utf-8").strip()
-    return ""
 
 
 def _environment() -> dict[str, str]:

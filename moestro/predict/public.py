@@ -9,6 +9,7 @@ import io
 import lzma
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Literal
 from pydantic import ValidationError
 
 from moestro.config.attention import MLAConfig
+from moestro.config.counts import count
 from moestro.config.model import ModelConfig, MTPConfig
 from moestro.config.moe import MoEConfig
 from moestro.config.plan import Plan, Precision, Schedule, Workload
 from moestro.errors import MoestroError
 from moestro.hardware.catalog import find_device
+from moestro.hardware.compare import native_dtypes
 
 SHIPPED = Path(__file__).parent / "published" / "training_runs.csv.xz"
 Row = dict[str, str]
@@ -63,6 +66,8 @@ PRECISIONS: tuple[tuple[str, Precision], ...] = (
 LATENT = (("deepseekv3", 1536), ("deepseekv2lite", None), ("deepseekv2", 1536), ("kimik2", 1536))
 DENSE_LAYERS = (("deepseekv3", 3), ("deepseekv2", 1), ("kimik2", 1))
 HEAD_DIMS = (("qwen3", 128), ("gptoss", 64), ("gemma", 256))
+USUAL_VOCABULARY = 51200  # of GPT-2's tokens, filled up
+USUAL_TOKENS = 16384  # of a micro-batch
 GATED_NAMES = ("llama", "qwen", "deepseek", "mixtral", "mistral", "kimi", "gptoss", "internlm", "gemma", "phi")
 
 
@@ -138,8 +143,11 @@ def _run(number: int, row: Row) -> PublicRun:
         raise _Unusable("no number of devices")
     model = _model(row, assumed)
     seq_len = _sequence(row)
-    plan, batch = _layout(row, count, seq_len, assumed)
-    workload = _workload(row, model, seq_len, batch, assumed)
+    fused = _fused(row, assumed)
+    per_node = _whole(row, "gpus_per_node") or device.devices_per_node or min(count, 8)
+    domain = max(per_node, (device.links[0].devices or 0) if device.links else 0)
+    plan, batch = _layout(row, count, seq_len, fused, domain, assumed)
+    workload = _workload(row, model, seq_len, batch, fused, native_dtypes([device]), assumed)
     measured = value * factor
     if quantity != "bytes":
         measured = _step_seconds(row, quantity, measured, each, workload, plan, count, device.id, assumed)
@@ -152,7 +160,7 @@ def _run(number: int, row: Row) -> PublicRun:
         plan=plan,
         device=device.id,
         num_devices=count,
-        devices_per_node=_whole(row, "gpus_per_node") or device.devices_per_node or min(count, 8),
+        devices_per_node=per_node,
         interconnect=row.get("interconnect", ""),
         quantity="bytes" if quantity == "bytes" else "step_s",
         measured=measured,
@@ -198,8 +206,9 @@ def _model_of(name: str, shape: tuple[str, ...]) -> tuple[ModelConfig, tuple[str
         raise _Unusable("adapters or images: shapes of the trained part are not in the row")
     experts, vocab, ffn = _whole(row, "experts"), _whole(row, "vocab"), _whole(row, "ffn")
     gated = any(known in name for known in GATED_NAMES)
+    vocab_given = vocab is not None
     if vocab is None:
-        vocab = 51200
+        vocab = USUAL_VOCABULARY
         rules.append("vocabulary of 51,200")
     if ffn is None:
         ffn = 4 * hidden
@@ -212,7 +221,7 @@ def _model_of(name: str, shape: tuple[str, ...]) -> tuple[ModelConfig, tuple[str
             top_k=_whole(row, "topk") or 1,
             expert_hidden_size=expert_ffn,
             num_shared_experts=_whole(row, "shared_experts") or 0,
-            first_k_dense=min(next((n for known, n in DENSE_LAYERS if known in name), 0), layers - 1),
+            first_k_dense=_dense_layers(name, layers),
         )
     mla = None
     rank = _latent_rank(name)
@@ -242,7 +251,32 @@ def _model_of(name: str, shape: tuple[str, ...]) -> tuple[ModelConfig, tuple[str
     )
     if not gated and not experts:
         rules.append("two matrices and GELU in the feed-forward, tied embeddings")
+    larger = None if vocab_given else _vocabulary(row["params_total_b"], model)
+    if larger is not None:
+        model = model.model_copy(update={"vocab_size": larger})
+        rules = [f"vocabulary of {larger:,}, what the number of parameters leaves for it", *rules[1:]]
     return model, tuple(rules)
+
+
+def _dense_layers(name: str, layers: int) -> int:
+    """Leading layers without experts. A model cut down to a few layers for a test keeps one of them."""
+    usual = next((n for known, n in DENSE_LAYERS if known in name), 0)
+    return min(usual, 1 if "truncated" in name else layers - 1)
+
+
+def _vocabulary(total_b: str, model: ModelConfig) -> int | None:
+    """What the published number of parameters leaves for the embedding, unless its last digit allows the usual one."""
+    try:
+        total = float(total_b) * 1e9
+    except ValueError:
+        return None
+    counts = count(model, 1024)
+    each = counts.part("embedding").total // USUAL_VOCABULARY * (1 if model.tie_embeddings else 2)
+    unsure = 0.5e9 * 10.0 ** -len(total_b.partition(".")[2])
+    excess = total - counts.total_params
+    if excess <= unsure:
+        return None
+    return round((USUAL_VOCABULARY + excess / each) / 128) * 128
 
 
 def _latent_rank(name: str) -> int | None:
@@ -261,7 +295,7 @@ def _sequence(row: Row) -> int:
     return length
 
 
-def _layout(row: Row, count: int, seq_len: int, assumed: list[str]) -> tuple[Plan, int]:
+def _layout(row: Row, count: int, seq_len: int, fused: bool, domain: int, assumed: list[str]) -> tuple[Plan, int]:
     """The plan and the global batch in sequences."""
     tp, pp, cp, ep = (_whole(row, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     zero, shard = _zero(row, assumed)
@@ -282,20 +316,34 @@ def _layout(row: Row, count: int, seq_len: int, assumed: list[str]) -> tuple[Pla
             raise _Unusable("no global batch")
         batch = micro * dp * int(accumulated[1])
     if micro is None:
-        micro = max(1, batch // (dp * int(accumulated[1]))) if accumulated and batch >= dp else 1
+        each = max(1, batch // dp)  # sequences of a data rank
+        if accumulated:
+            micro = max(1, each // int(accumulated[1]))
+        else:  # without a pipeline, as much at once as is usual
+            micro = 1 if pp > 1 else min(each, max(1, USUAL_TOKENS // seq_len))
         assumed.append(f"micro-batch of {micro}")
     if batch % dp:
         raise _Unusable("the global batch is not a multiple of the data ranks")
     while batch % (dp * micro):
         micro -= 1
-    vpp, schedule = _schedule(row, pp, assumed)
+    if pp > 1 and micro > 1 and micro * dp == batch:
+        micro = 1
+        assumed.append("a data rank's batch cut into single sequences for the pipeline")
+    vpp, schedule = _schedule(row, pp, batch // (dp * micro), fused, assumed)
     recompute = row.get("recompute", "").lower()
     if not recompute:
-        assumed.append("nothing recomputed")
+        recompute = "none" if fused else "full"
+        assumed.append("nothing recomputed" if fused else "all layers recomputed")
+    # Stacks from before fused attention cut no activations along the sequence, and reduced gradients after backward.
+    together = fused or zero == 3
     try:
         plan = Plan(
             pp=pp, dp=dp, cp=cp, tp=tp, ep=min(ep, dp * cp * tp), micro_batch_size=micro, schedule=schedule, vpp=vpp,
             zero=zero if dp * cp > 1 else 0, shard=shard,
+            dispatch="two_hop" if fused and ep > domain else "all_to_all",
+            ranks_per_node=domain if fused and ep > domain else None,
+            overlap_dispatch=fused and ep > domain,
+            sequence_parallel=fused, overlap_gradients=together, overlap_parameters=together,
             recompute="block" if recompute.startswith("full") else "selective" if _some(recompute) else "none",
         )  # fmt: skip
     except ValidationError as error:
@@ -307,12 +355,15 @@ def _some(recompute: str) -> bool:
     return "selective" in recompute or "norm" in recompute or "minimal" in recompute
 
 
-def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[int, Schedule]:
+def _schedule(row: Row, pp: int, micro_batches: int, fused: bool, assumed: list[str]) -> tuple[int, Schedule]:
     text, notes = row.get("vpp", ""), row.get("notes", "").lower()
     vpp = 2 if text == "interleaved" else _whole(row, "vpp") or 1
     layers = _whole(row, "layers") or 1
     if pp == 1:
         return 1, "1f1b"
+    if not text and fused and micro_batches < 4 * pp and micro_batches % pp == 0 and layers >= 2 * pp:
+        vpp = min(8, layers // pp)  # nobody would leave such a bubble
+        assumed.append(f"{vpp} interleaved chunks")
     while vpp > 1 and pp * vpp > layers:
         vpp -= 1
     if "dualpipe" in notes:
@@ -326,7 +377,7 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[int, Schedule]:
 
 def _zero(row: Row, assumed: list[str]) -> tuple[Literal[0, 1, 2, 3], int | None]:
     text = row.get("zero", "").lower()
-    group = re.search(r"(?:group|fsdp2?)\s*(-?\d+)", text)
+    group = re.search(r"(?:group|fsdp2?)\s+(-?\d+)", text)
     shard = int(group[1]) if group and int(group[1]) > 1 else None
     if "fsdp 0" in text or text in ("", "y", "n", "no"):
         if text in ("", "no"):
@@ -350,19 +401,18 @@ def _batch(row: Row, seq_len: int) -> int | None:
     return int(match[1]) if match else None
 
 
-def _workload(row: Row, model: ModelConfig, seq_len: int, batch: int, assumed: list[str]) -> Workload:
+def _workload(
+    row: Row, model: ModelConfig, seq_len: int, batch: int, fused: bool, native: Collection[str], assumed: list[str]
+) -> Workload:
     text = row.get("precision", "").lower()
     precision = next((ours for theirs, ours in PRECISIONS if theirs in text), None)
     if "nf4" in text or "lora" in row["model"].lower():
         raise _Unusable("a quantised base with adapters")
     if precision is None:
-        precision = "bf16"
-        assumed.append("bf16")
-    flash = row.get("flash_attn", "").lower()
-    year = _whole(row, "year") or 2024
-    if not flash:
-        assumed.append("fused attention" if year >= 2023 else "attention's scores in memory")
-    fused = flash.startswith("yes") if flash else year >= 2023
+        # A number published without its precision is the best one: 8 bits where the device of that year had them.
+        low = (_whole(row, "year") or 0) >= 2025 and "fp8" in native
+        precision = "fp8" if low else "bf16"
+        assumed.append(precision)
     return Workload(
         model=model,
         seq_len=seq_len,
@@ -372,6 +422,14 @@ def _workload(row: Row, model: ModelConfig, seq_len: int, batch: int, assumed: l
         fused_loss=False,
         software=_software(row),
     )
+
+
+def _fused(row: Row, assumed: list[str]) -> bool:
+    """Whether attention is one kernel (FlashAttention and its kin)."""
+    flash, year = row.get("flash_attn", "").lower(), _whole(row, "year") or 2024
+    if not flash:
+        assumed.append("fused attention" if year >= 2023 else "attention's scores in memory")
+    return flash.startswith("yes") if flash else year >= 2023
 
 
 def _software(row: Row) -> str:
@@ -406,8 +464,6 @@ def published_flops(workload: Workload, plan: Plan, hardware: bool, year: int) -
 
     hardware: with the second forward pass of recomputation (Megatron's first tables).
     """
-    from moestro.config.counts import count
-
     counts = count(workload.model, workload.seq_len)
     per_token = counts.train_flops_per_token
     if year and year < 2025:

@@ -1,96 +1,121 @@
-"""The time of one step: priced kernels and collectives, the pipeline around them, and what hides behind what."""
+"""The time of one step: priced passes, the pipeline around them, and what hides behind what."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
-from moestro.graph.words import Collective, Kernel, Node, Stage, StepGraph
 from moestro.hardware.devices import Device
-from moestro.predict.kernels import DeviceConstants, KernelPricer
+from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.costs import Cost, StepCost, price
+from moestro.predict.curves import published_curves
+from moestro.predict.kernels import kernel_pricer
 from moestro.predict.network import NetworkPricer
 from moestro.predict.schedule import simulate_pipeline
 from moestro.predict.words import TimeBreakdown
 
+# Schedules that enter the pipeline from both ends leave about a quarter of 1F1B's bubble: half the depth, and weight
+# gradients fill half of the rest.
+HALVED = {"zbv": 0.25, "dualpipe": 0.25, "dualpipev": 0.25}
 
-@dataclass
-class Cost:
-    """Of some nodes: seconds of kernels, of collectives that block, and of collectives that may hide."""
 
-    compute: float = 0.0
-    host: float = 0.0  # to launch all of it
-    blocking: float = 0.0
-    hideable: float = 0.0
+@dataclass(frozen=True)
+class Place:
+    """Where a step runs. node_size: devices that the fast links join (a scale-up domain), not the chassis."""
 
-    @property
-    def seconds(self) -> float:
-        """Alone: the device works, or waits for the host; what may hide does so behind the kernels."""
-        return max(self.compute, self.host) + self.blocking + max(0.0, self.hideable - self.compute)
+    device: Device
+    node_size: int
+
+    @staticmethod
+    def of(device: Device, devices_per_node: int) -> "Place":
+        domain = device.links[0].devices if device.links else None
+        return Place(device, max(devices_per_node, domain or 0))
+
+
+def cost_step(workload: Workload, plan: Plan, place: Place) -> StepCost:
+    """Count and price; no constants yet."""
+    curves = published_curves(place.device.id)
+    kernels = kernel_pricer(curves, workload.routing, plan.ep)
+    return price(count_step(workload, plan), kernels, NetworkPricer(curves.network, plan, place.node_size))
+
+
+def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = False) -> TimeBreakdown:
+    """Put the constants in. exact: simulate the pipeline instead of the closed form."""
+    forward = [stage.forward.seconds(constants) for stage in costs.stages]
+    backward = [stage.backward.seconds(constants) for stage in costs.stages]
+    weight = [stage.weight.seconds(constants) for stage in costs.stages]
+    sends = [stage.send_s * constants.between for stage in costs.stages]
+    ranks = [stage.rank for stage in costs.stages]
+    per_rank = [
+        sum(forward[i] + backward[i] + weight[i] for i, r in enumerate(ranks) if r == rank) for rank in range(plan.pp)
+    ]
+    slowest = max(range(plan.pp), key=per_rank.__getitem__)
+    busy = costs.micro_batches * per_rank[slowest]
+    if plan.pp == 1:
+        bubble = 0.0
+    elif exact:
+        result = simulate_pipeline(
+            plan.schedule, plan.pp, plan.vpp, costs.micro_batches, forward, backward, weight, sends
+        )
+        bubble = result.total_s - busy
+    else:
+        bubble = _bubble(plan, weight, ranks, sends, per_rank, slowest)
+    own = [stage for stage in costs.stages if stage.rank == slowest]
+    gather, reduce, update = costs.once[slowest]
+    passes = [cost for stage in own for cost in (stage.forward, stage.backward, stage.weight)]
+    last = sum(c.compute_s(constants) for stage in own for c in (stage.backward, stage.weight))
+    first = sum(stage.forward.compute_s(constants) for stage in own)
+    exposed = _exposed(reduce, last, constants) + _exposed(gather, first, constants)
+    m = costs.micro_batches
+    compute = m * sum(c.compute_s(constants) for c in passes)
+    host = m * sum(max(0.0, c.host_s(constants) - c.compute_s(constants)) for c in passes) + constants.step_s
+    once = update.seconds(constants)
+    communication = max(0.0, busy - compute - host + constants.step_s) + exposed
+    return TimeBreakdown(
+        compute=compute, host=host, communication=communication, bubble=max(0.0, bubble), optimizer=once,
+        by_part=_parts(passes, m),
+        by_dimension=_dimensions([*passes], [gather, reduce], m, constants),
+    )  # fmt: skip
 
 
 def predict_time(
-    workload: Workload,
-    plan: Plan,
-    device: Device,
-    node_size: int,
-    constants: DeviceConstants = DeviceConstants(),
-    graph: StepGraph | None = None,
+    workload: Workload, plan: Plan, place: Place, constants: Constants | None = None, exact: bool = False
 ) -> TimeBreakdown:
-    graph = graph or count_step(workload, plan)
-    kernels = KernelPricer(device, None, workload.routing, plan.ep, constants)
-    network = NetworkPricer(device, plan, node_size)
-    forward, backward, weight, costs = [], [], [], []
-    for stage in graph.stages:
-        f = cost(stage.forward, kernels, network, constants)
-        b = cost((*stage.recompute, *stage.backward), kernels, network, constants)
-        w = cost(stage.weight, kernels, network, constants)
-        costs.append((f, b, w))
-        forward.append(f.seconds)
-        backward.append(b.seconds)
-        weight.append(w.seconds)
-    sends = [network.send_s(stage.send_bytes) for stage in graph.stages]
-    split = plan.schedule if plan.pp > 1 else "1f1b"
-    vpp = plan.vpp if plan.pp > 1 else 1
-    if plan.pp == 1:
-        total = graph.micro_batches * (sum(forward) + sum(backward) + sum(weight))
-        bubble = 0.0
-        rank = 0
-    else:
-        result = simulate_pipeline(split, plan.pp, vpp, graph.micro_batches, forward, backward, weight, sends)
-        total = result.total_s
-        rank = max(range(plan.pp), key=lambda r: result.busy_s[r])
-        bubble = total - result.busy_s[rank]
-    once = graph.ranks[rank]
-    reduce = cost(once.gradients, kernels, network, constants)
-    update = cost(once.update, kernels, network, constants)
-    gather = cost(once.before, kernels, network, constants)
-    own = [i for i, stage in enumerate(graph.stages) if stage.rank == rank]
-    last_backward = sum(backward[i] + weight[i] for i in own)
-    first_forward = sum(forward[i] for i in own)
-    exposed_reduce = reduce.blocking + max(0.0, reduce.hideable - 0.7 * last_backward)
-    exposed_gather = gather.blocking + max(0.0, gather.hideable - 0.7 * first_forward)
-    compute = graph.micro_batches * sum(f.compute + b.compute + w.compute for i in own for f, b, w in [costs[i]])
-    busy = total - bubble
-    waits = sum(max(0.0, part.host - part.compute) * graph.micro_batches for i in own for part in costs[i])
-    communication = max(0.0, busy - compute - waits) + exposed_reduce + exposed_gather
-    return TimeBreakdown(
-        compute=compute,
-        host=waits,
-        communication=communication,
-        bubble=bubble,
-        optimizer=update.seconds,
-    )
+    if constants is None:
+        constants = load_calibration().of(place.device.id, generation(workload))
+    return step_time(cost_step(workload, plan, place), plan, constants, exact)
 
 
-def cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer, constants: DeviceConstants) -> Cost:
-    total = Cost()
-    for node in nodes:
-        if isinstance(node, Kernel):
-            total.compute += kernels.seconds(node) * node.times
-            total.host += constants.launch_s * node.launches * node.times
-        elif node.overlap:
-            total.hideable += network.seconds(node) * node.times
-        else:
-            total.blocking += network.seconds(node) * node.times
-    return total
+def _exposed(cost: Cost, behind_s: float, constants: Constants) -> float:
+    hides = cost.communication_s(constants, hides=True)
+    return cost.communication_s(constants, hides=False) + max(0.0, hides - constants.hidden * behind_s)
+
+
+def _bubble(
+    plan: Plan, weight: list[float], ranks: list[int], sends: list[float], per_rank: list[float], slowest: int
+) -> float:  # fmt: skip
+    """Closed form: while the slowest rank waits, a micro-batch (or a chunk of it) passes all others."""
+    others = sum(per_rank) - per_rank[slowest]
+    wait = others if plan.schedule == "gpipe" else others / plan.vpp
+    if plan.schedule == "zero_bubble":  # weight gradients fill what they can
+        fill = sum(weight) - sum(w for w, rank in zip(weight, ranks, strict=True) if rank == slowest)
+        wait = max(0.0, wait - 2 * fill / plan.vpp)
+    return wait * HALVED.get(plan.schedule, 1.0) + 2 * sum(sends[: plan.pp - 1])
+
+
+def _parts(passes: list[Cost], m: int) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for cost in passes:
+        for name, seconds in cost.parts.items():
+            parts[name] = parts.get(name, 0.0) + m * seconds
+    return parts
+
+
+def _dimensions(passes: list[Cost], once: list[Cost], m: int, constants: Constants) -> dict[str, float]:
+    """Seconds of all collectives of a dimension, hidden or not."""
+    found: dict[str, float] = {}
+    for times, costs in ((m, passes), (1, once)):
+        for cost in costs:
+            for (dimension, between, _), seconds in cost.collectives.items():
+                factor = constants.between if between else constants.inside
+                found[dimension] = found.get(dimension, 0.0) + times * seconds * factor
+    return found

@@ -28,17 +28,19 @@ class MemoryBreakdown:
     excluded: tuple[str, ...] = ()  # what is not in it
 
     @property
+    def allocated(self) -> float:
+        """Of tensors: what the framework's allocator has handed out."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.transient
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator holds."""
+        return self.allocated + self.fragmentation
+
+    @property
     def total(self) -> float:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.transient
-            + self.communication
-            + self.framework
-            + self.fragmentation
-        )
+        """All that the device holds."""
+        return self.reserved + self.communication + self.framework
 
 
 @dataclass(frozen=True)

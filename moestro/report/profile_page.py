@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import moestro
+from moestro.config.files import write_whole
 from moestro.errors import MoestroError
 from moestro.hardware.profile import FitReport, MachineProfile, Sample, load_profile, save_profile
 from moestro.measure.constants import with_curves, with_samples
@@ -26,9 +28,20 @@ _MEASURED = ("median_s", "low_s", "high_s", "repeats", "noisy", "flops", "bytes_
 
 
 def check_new(folder: Path) -> None:
-    """Raises MoestroError when something is there already: a measurement is not overwritten."""
+    """Before minutes of measuring: whether the folder can be made. A measurement is not overwritten.
+
+    Raises:
+        MoestroError: something is there already, or nothing can be written where it would be.
+    """
     if folder.exists():
         raise MoestroError(f"{folder} is there already; name another folder with --out, or move it away")
+    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".moestro-", dir=place):
+            pass
+    except OSError as error:
+        reason = error.strerror
+        raise MoestroError(f"cannot write at {place}: {reason}; name another folder with --out") from error
 
 
 def write_folder(profile: MachineProfile, curves: Curves, folder: Path) -> list[Path]:
@@ -75,7 +88,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 def write_page(profile: MachineProfile, curves: Curves, target: Path) -> None:
     """Write the page alone; it replaces an older one only when it is complete."""
-    _write(target, render(profile, curves))
+    write_whole(target, render(profile, curves))
 
 
 def write_samples(samples: Sequence[Sample], folder: Path) -> None:
@@ -87,18 +100,9 @@ def write_samples(samples: Sequence[Sample], folder: Path) -> None:
     for sample in samples:
         figures = (getattr(sample, name) for name in _MEASURED)
         writer.writerow([sample.op, *(sample.case.get(key, "") for key in entries), *figures])
-    _write(folder / "samples.csv", table.getvalue())
+    write_whole(folder / "samples.csv", table.getvalue())
     lines = (json.dumps(sample.model_dump(mode="json", exclude_none=True)) for sample in samples)
-    _write(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
 
 
 def render(profile: MachineProfile, curves: Curves) -> str:

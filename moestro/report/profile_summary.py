@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moestro.hardware.curves.busbw import bus_factor
+from moestro.hardware.curves.fusion import Bucket
 from moestro.hardware.devices import DTYPE_BYTES
 from moestro.hardware.profile import MachineProfile, Sample
 from moestro.measure.compare import FEWEST_TIMINGS, has_spread
@@ -70,6 +72,31 @@ def print_profile(profile: MachineProfile, console: Console | None = None) -> No
         console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
     if len(profile.notes) > _SHOWN_NOTES:
         console.print(f"[yellow]note[/] {len(profile.notes) - _SHOWN_NOTES} more in the profile", highlight=False)
+
+
+def print_buckets(buckets: Mapping[int, Bucket], params: float, console: Console | None = None) -> None:
+    """Fusion buffers for a model, and what a step waits for them, by the curves; a quarter and four times as large too."""
+    console = console or wide_console()
+    console.print(f"\nfusion buffers for {si(params)} parameters, predicted by the curves of this profile")
+    if not buckets:
+        console.print("none: no collective's bandwidth levels off in the sizes measured; measure larger messages")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    columns = ("ranks", "parameters", "buffer", "buffers", "exposed\nat a quarter", "exposed", "exposed\nat four times")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("as large as", style="dim")
+    reasons = {
+        "knee": "90 % of the bandwidth asks for",
+        "overlap": "the last one may be, which nothing hides",
+        "model": "the model is",
+    }
+    for ranks, bucket in sorted(buckets.items()):
+        exposed = [seconds(bucket.exposed_s[scale]) for scale in sorted(bucket.exposed_s)]
+        cells = (f"{ranks}", si(bucket.params), size(bucket.bytes), f"{bucket.count or 1:.3g}", *exposed)
+        table.add_row(*cells, reasons[bucket.limited_by])
+    console.print(table)
+    console.print("Exposed: start-ups and the last buffer, with none of the start-ups hidden.", style="dim")
 
 
 def about_machine(profile: MachineProfile) -> str:

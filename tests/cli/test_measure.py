@@ -44,7 +44,7 @@ def test_measuring_writes_a_folder_and_prints_a_summary(asked: dict[str, Any], t
     }  # fmt: skip
     assert load_profile(tmp_path / "a" / "p").constants["memory_gbps"] > 1
     assert asked["quick"] is True
-    assert asked["skip"] == ["host", "pairs", "gemm"]
+    assert asked["skip"] == {"host", "pairs", "gemm"}
     assert asked["folder"] == tmp_path  # the next folder that is there: storage is measured in it
     assert asked["ranks"] is None
     for text in ("measured 2026-03-04 05:06 UTC", "triad", "16.0 GB/s", "profile.html"):

@@ -113,17 +113,19 @@ class TestCpu:
         ("files", "quota"),
         [
             ({"cpu.max": "50000 100000\n"}, 0.5),
+            ({"jobs/7/cpu.max": "max 100000\n", "jobs/cpu.max": "50000 100000\n"}, 0.5),
             ({"cpu.max": "max 100000\n"}, None),
-            ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.5),
+            ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
             ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
             ({}, None),
         ],
     )
     def test_quota(self, tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
         root = write(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
-        assert host.cpu_quota(root) == quota
-        if quota == 0.5:
-            assert "a quota of 0.5 CPUs" in host.cpu_check(root, accelerators=False).reason
+        write(root, {"proc/self/cgroup": "4:cpu:/\n0::/jobs/7\n"})
+        check = host.cpu_check(root, accelerators=False)
+        assert check.status == ("passed" if quota is None else "warned")
+        assert quota is None or f"a quota of {quota:g} CPUs" in check.reason
 
 
 class TestClock:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from doctor.helpers import ACCELERATOR, CPU, write
-from moestro.doctor import host, processes
+from moestro.doctor import processes
 from moestro.doctor.commands import Answer
 from moestro.doctor.processes import Process
+from moestro.hardware.topology import usable_cores
 
 NVIDIA = """2391, /usr/bin/python3, 71234 MiB
 2392, /opt/my app/train, 512 MiB
@@ -69,7 +70,7 @@ def test_those_who_use_the_cpus_are_named(tmp_path: Path) -> None:
     assert "spinner (pid 5, 1.5 cores)" in check.reason
     assert "idler" not in check.reason
     assert processes.hogs_check({6: 0.1}, root, CPU).status == "passed"
-    many = processes.hogs_check(dict.fromkeys(range(7, 7 + 4 * host.cores()), 0.1) | {6: 0.2}, root, CPU)
+    many = processes.hogs_check(dict.fromkeys(range(7, 7 + 4 * usable_cores()), 0.1) | {6: 0.2}, root, CPU)
     assert many.status == "warned"  # none uses much, but all together do
     assert "idler (pid 6, 0.2 cores)" in many.reason
     assert processes.hogs_check({}, root, CPU).status == "passed"

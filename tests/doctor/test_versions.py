@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doctor.helpers import write
-from moestro.doctor.versions import driver_version, host_versions, usual_versions, versions_check
+from moestro.doctor.versions import host_versions, usual_versions, versions_check
 
 HERE = {"torch": "2.13.0", "nccl": "2.29.3", "python": "3.11.9", "kernel": "6.8"}
 
@@ -31,7 +31,6 @@ def test_against_a_profile(reference: dict[str, str] | None, status: str, said: 
 
 
 def test_driver(tmp_path: Path) -> None:
-    assert driver_version(tmp_path) == ""
     assert "driver" not in host_versions(tmp_path, {})
     write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"})
     assert host_versions(tmp_path, {"torch": "2"})["driver"] == "6.12.12"
@@ -39,7 +38,7 @@ def test_driver(tmp_path: Path) -> None:
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\nGCC version: gcc 13.3.0\n"
     )
     write(tmp_path, {"proc/driver/nvidia/version": nvidia})
-    assert driver_version(tmp_path) == "570.124.06"
+    assert host_versions(tmp_path, {})["driver"] == "570.124.06"
 
 
 @given(st.lists(st.fixed_dictionaries({}, optional={"torch": st.sampled_from("ABC")}), min_size=1, max_size=9))

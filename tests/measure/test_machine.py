@@ -19,8 +19,18 @@ from moestro.measure.timing import Case
 from moestro.report.profile_page import write_samples_folder
 
 
+CASES: dict[str, dict[str, int | str]] = {
+    "gemm": {"m": 8, "n": 8, "k": 8, "dtype": "fp32"},
+    "copy": {"bytes": 8},
+    "attention": {
+        "batch": 1, "seq": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "fp32", "causal": 1, "phase": "fwd",
+    },
+    "swiglu": {"tokens": 8, "width": 8, "dtype": "fp32"},
+}  # fmt: skip
+
+
 def _case(op: str) -> Case:
-    return Case(op, {"bytes": 8}, None, 8.0, lambda: lambda: None)
+    return Case(op, CASES[op], None, 8.0, lambda: lambda: None)
 
 
 class Fakes:
@@ -43,7 +53,9 @@ class Fakes:
     def storage(self, folder: Path, quick: bool, *, limit_s: float) -> Any:
         self.calls.append(("storage", limit_s))
         return SimpleNamespace(
-            samples=(sample("storage_write", 1.0, bytes=1),), notes=("it is a ramdisk", "σ 1.3"), scatter=("σ 1.3",)
+            samples=(sample("storage_write", 1.0, bytes=1, block_bytes=1),),
+            notes=("it is a ramdisk", "σ 1.3"),
+            scatter=("σ 1.3",),
         )
 
     def collectives(self, ranks: int, quick: bool, *, plan: Any, limit_s: float) -> Any:
@@ -194,6 +206,15 @@ def test_collectives_of_devices_come_from_a_command_of_their_own(
     )
     with pytest.raises(RuntimeError, match="1 cuda devices"):
         machine.collectives_of_devices(8, torch.device("cuda"), plan, 15)
+
+
+def test_devices_that_hang_are_an_error_that_a_section_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, timeout: float, **__: Any) -> Any:
+        raise machine.subprocess.TimeoutExpired("moestro", timeout)
+
+    monkeypatch.setattr(machine.subprocess, "run", hang)
+    with pytest.raises(RuntimeError, match="no answer within 75 s"):
+        machine.collectives_of_devices(8, torch.device("cuda"), machine.usual_plan(8, True, torch.device("cuda")), 15)
 
 
 def test_ranks_by_default() -> None:

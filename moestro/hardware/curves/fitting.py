@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from moestro.hardware.curves.heldout import HeldOut, errors
 
@@ -30,6 +29,8 @@ def fit_positive(
         return np.concatenate([off, (logs - start) / room])
 
     limits = (start - 3.0 * room, start + 3.0 * room)
+    from scipy.optimize import least_squares  # here: it takes a second to load, and curves kept on disk need none
+
     found = least_squares(misses, start, bounds=limits, loss="soft_l1", ftol=1e-4, xtol=1e-4, max_nfev=40)
     return [float(value) for value in np.exp(found.x)], float(found.cost)
 

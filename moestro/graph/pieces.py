@@ -1,0 +1,301 @@
+"""The pieces of a step: layers, embedding and head on one rank, counted once for all plans that agree on them."""
+
+from collections import Counter
+from collections.abc import Callable
+from math import ceil
+from typing import NamedTuple
+
+from moestro.config.counts import count as count_model
+from moestro.config.model import LayerType, ModelConfig
+from moestro.config.plan import Plan, Workload
+from moestro.graph.attention import attention
+from moestro.graph.feedforward import dense, mixture
+from moestro.graph.media import encoders
+from moestro.graph.tape import Tape, stream_bytes
+from moestro.graph.words import Collective, Dimension, Matrices, Node, Parameters, Piece, RankStep, Run, Saved
+
+# What no piece depends on; everything else is part of a piece's key.
+OUTSIDE_WORKLOAD = frozenset(("global_batch_size", "optimizer", "routing", "software"))
+OUTSIDE_PLAN = frozenset(
+    ("pp", "dp", "zero", "shard", "schedule", "vpp", "layers_per_stage", "recompute_layers", "bucket_bytes", "offload")
+)
+MOST_KEYS = 1024  # kept; a search over plans needs a few dozen
+
+
+class Kind(NamedTuple):
+    """What tells the layers of a model apart."""
+
+    layer: int  # the first of its kind
+    mixture: bool
+    type: LayerType
+    deep: bool  # a mixture of depths
+    top_k: int
+    first: bool  # the first mixture of experts
+
+
+_KNOWN: dict[tuple[object, ...], "Pieces"] = {}
+
+
+def pieces_of(workload: Workload, plan: Plan) -> "Pieces":
+    """The pieces of this workload under this plan, made now or before."""
+    sharded = (plan.shard_ranks, plan.expert_data_ranks) if plan.zero == 3 else None
+    key = (
+        *(value for name, value in workload.__dict__.items() if name not in OUTSIDE_WORKLOAD),
+        *(value for name, value in plan.__dict__.items() if name not in OUTSIDE_PLAN),
+        sharded,
+    )
+    found = _KNOWN.get(key)
+    if found is None:
+        if len(_KNOWN) >= MOST_KEYS:
+            _KNOWN.clear()
+        found = _KNOWN[key] = Pieces(workload, plan)
+    return found
+
+
+class Pieces:
+    """Made as they are asked for."""
+
+    def __init__(self, workload: Workload, plan: Plan) -> None:
+        self.workload, self.plan, self.model = workload, plan, workload.model
+        self.tokens = plan.micro_batch_size * workload.seq_len // plan.cp
+        self.local = self.tokens // plan.tp if plan.sequence_parallel else self.tokens
+        self.kinds = _kinds(self.model)
+        # Cosines and sines of the positions, fp32, once for all layers of a type.
+        types = {kind.type for kind in self.kinds}
+        self.tables = 4.0 * self.tokens * sum(self.model.rotated_dims(self.model.rope_of(name)) for name in types)
+        self.flops_per_token = count_model(self.model, workload.seq_len).train_flops_per_token
+        self.steps: dict[tuple[object, ...], RankStep] = {}  # what ranks with these pieces do once a step
+        self._pieces: dict[object, Piece] = {}
+        self._stages: dict[tuple[range, bool, bool, bool, int], tuple[Run, ...]] = {}
+        self._sums: dict[tuple[Run, ...], tuple[Parameters, Saved]] = {}
+
+    def stage(
+        self, layers: range, first: bool, last: bool, cut: bool, again: int
+    ) -> tuple[tuple[Run, ...], Parameters, Saved]:
+        """The stage with these layers, of which `again` are recomputed. first, last: it has the embedding, the head.
+        cut: there are several pipeline ranks."""
+        key = (layers, first, last, cut, again)
+        if key not in self._stages:
+            self._stages[key] = self._stage(*key)
+        runs = self._stages[key]
+        if runs not in self._sums:
+            self._sums[runs] = _parameters(runs), _saved(runs, self.tables)
+        return runs, *self._sums[runs]
+
+    def _stage(self, layers: range, first: bool, last: bool, cut: bool, again: int) -> tuple[Run, ...]:
+        runs = [Run(self._embedding())] if first else []
+        for kind in self.kinds[layers.start : layers.stop]:
+            piece = self._piece(kind, lambda tape, kind=kind: self._block(tape, kind))  # type: ignore[misc]
+            if runs and runs[-1].piece is piece:
+                runs[-1] = Run(piece, runs[-1].times + 1, runs[-1].recomputed + (again > 0))
+            else:
+                runs.append(Run(piece, 1, int(again > 0)))
+            again -= 1
+        if last:
+            runs.append(Run(self._head(cut)))
+            for kind in self.kinds[self.model.num_layers :]:
+                ahead = self._piece(("ahead", kind), lambda tape, kind=kind: self._ahead(tape, kind), 2)  # type: ignore[misc]
+                runs += [Run(ahead, 1, int(again > 0)), Run(self._piece("ahead head", self._ahead_head))]
+        return tuple(runs)
+
+    def _piece(self, name: object, write: Callable[[Tape], None], inputs: int = 1) -> Piece:
+        """inputs: tensors of the stream's size that recomputation starts from."""
+        if name not in self._pieces:
+            tape = Tape(self.workload, self.plan)
+            write(tape)
+            self._pieces[name] = self._finish(tape, inputs)
+        return self._pieces[name]
+
+    def _embedding(self) -> Piece:
+        """The table and the encoders, which are where the first layer is."""
+
+        def write(tape: Tape) -> None:
+            tape.memory("embedding", "look-up", self.local * self.model.hidden_size, 2, 2)
+            tape.save(self.local, width=8)
+            self._own_vocabulary(tape)
+            if not self.workload.fused_loss:  # each tensor rank has looked up the words it holds
+                tape.leave_tensor("embedding", self.tokens, self.model.hidden_size)
+            if self.model.residual_scaling == "released":
+                tape.own_vectors(2 * self.model.hidden_size)
+                tape.save(self.local * self.model.hidden_size, width=4 if self.model.residual_fp32 else None)
+            encoders(tape, self.model)
+
+        return self._piece("embedding", write)
+
+    def _head(self, cut: bool) -> Piece:
+        """The last norm, the head and the loss. cut: the first layers, with the embedding, are on another rank."""
+        model = self.model
+        copies = (not model.tie_embeddings) + (cut and (model.tie_embeddings or model.mtp is not None))
+
+        def write(tape: Tape) -> None:
+            tape.norm("norms", "last norm", self.local, model.hidden_size, stream=True)
+            tape.own_vectors(model.hidden_size)
+            for _ in range(copies):
+                self._own_vocabulary(tape)
+            self._logits(tape)
+
+        return self._piece(("head", copies), write)
+
+    def _ahead(self, tape: Tape, kind: Kind) -> None:
+        """A block of multi-token prediction: two norms and a projection before a layer (DeepSeek-V3, 2412.19437)."""
+        hidden = self.model.hidden_size
+        tape.memory("embedding", "look-up", self.local * hidden, 2, 2)
+        tape.save(self.local, width=8)
+        for name in ("norm of the state", "norm of the embedding"):
+            tape.norm("multi-token prediction", name, self.local, hidden)
+        tape.gemm("multi-token prediction", "projection", self.local, hidden, 2 * hidden)
+        tape.save(self.local * 2 * hidden)
+        tape.own(hidden, 2 * hidden)
+        tape.own_vectors(3 * hidden)
+        self._block(tape, kind)
+
+    def _ahead_head(self, tape: Tape) -> None:
+        tape.norm("multi-token prediction", "last norm", self.local, self.model.hidden_size, stream=True)
+        self._logits(tape)
+
+    def _block(self, tape: Tape, kind: Kind) -> None:
+        plan, model = self.plan, self.model
+        length, hidden = self.workload.seq_len, model.hidden_size
+        if kind.deep:
+            assert model.depth is not None
+            length = ceil(round(model.depth.capacity * length, 9))
+            self._choose_tokens(tape)
+        tokens = plan.micro_batch_size * (length // plan.cp)
+        local = tokens // plan.tp if plan.sequence_parallel else tokens
+        if model.residual_scaling != "none":
+            tape.memory("norms", "residual scaling", 2 * local * hidden, 3, 4)
+            tape.own_vectors(8 * hidden)
+            kept = {"input": 2, "output": 2, "released": 4}[model.residual_scaling]
+            tape.save(kept * local * hidden, width=4 if model.residual_fp32 else None)
+        tape.norm("norms", "norm before attention", local, hidden, stream=True)
+        attention(tape, model, kind.layer, plan.micro_batch_size, length)
+        tape.memory("norms", "residual of attention", local * hidden, 3, 0)
+        tape.norm("norms", "norm before feed-forward", local, hidden, stream=True)
+        tape.own_vectors(2 * hidden)
+        if kind.mixture:
+            mixture(tape, model, kind.layer, tokens)
+        else:
+            dense(tape, model, tokens)
+        tape.memory("norms", "residual of feed-forward", local * hidden, 3, 0)
+
+    def _choose_tokens(self, tape: Tape) -> None:
+        """Mixture of depths: a router over all tokens, and a causal one that foretells its choice."""
+        hidden, width, tokens = self.model.hidden_size, max(1, self.model.hidden_size // 2), self.local
+        tape.gemm("depth routers", "router", tokens, 1, hidden, dtype="fp32")
+        tape.gemm("depth routers", "causal in", tokens, width, hidden, dtype="fp32", detached=True)
+        tape.gemm("depth routers", "causal out", tokens, 1, width, dtype="fp32")
+        tape.memory("depth routers", "choice, gather, scatter", tokens * hidden, 4, 4, launches=6)
+        tape.own(1, hidden)
+        tape.own(width, hidden)
+        tape.own(1, width)
+        tape.save(tokens * (hidden + 2 * width), width=4)
+
+    def _logits(self, tape: Tape) -> None:
+        model, plan = self.model, self.plan
+        vocab, hidden, dtype = _vocab(model), model.hidden_size, "fp32" if model.head_fp32 else None
+        if self.workload.fused_loss:  # each tensor rank takes its share of the tokens and all of the vocabulary
+            rows = self.tokens // plan.tp
+            tape.gemm("head", "logits", rows, vocab, hidden, dtype=dtype)
+            tape.memory("loss", "cross entropy", rows * vocab, 3, 0, launches=4)
+            tape.save(rows * hidden, width=4 if model.head_fp32 else None)  # both gradients are made in forward
+            tape.save(vocab * hidden, width=4)
+            return
+        tape.save(self.local * hidden)
+        tape.enter_tensor("head", self.tokens, hidden)
+        tape.gemm("head", "logits", self.tokens, vocab // plan.tp, hidden, dtype=dtype)
+        tape.memory("loss", "cross entropy", self.tokens * vocab // plan.tp, 4, 2, launches=6, width=4)
+        tape.save(self.tokens * vocab // plan.tp, width=tape.width + 4)
+
+    def _own_vocabulary(self, tape: Tape) -> None:
+        vocab, hidden = _vocab(self.model), self.model.hidden_size
+        if self.workload.fused_loss:
+            tape.own(vocab, hidden, muon=False)
+        else:
+            tape.own(vocab // self.plan.tp, hidden, cut="rows", muon=False)
+
+    def _finish(self, tape: Tape, inputs: int) -> Piece:
+        plan, parameters = self.plan, tape.parameters()
+        forward, backward = tuple(tape.forward), tape.backward()
+        again: tuple[Node, ...] = ()
+        kept = tape.saved
+        if plan.recompute == "block":
+            again, kept = forward, float(inputs * self.local * stream_bytes(self.workload))
+        elif plan.recompute == "selective":
+            again, kept = tuple(tape.cheap_nodes), tape.saved - tape.cheap_saved
+        if plan.zero == 3 and plan.shard_ranks > 1:
+            gather, scatter = _sharded(plan, parameters, tape)
+            forward, backward = (*gather, *forward), (*gather, *backward, *scatter)
+        return Piece(forward, backward, tuple(tape.weight), again, tape.saved, kept, tape.transient, parameters)
+
+
+def _kinds(model: ModelConfig) -> tuple[Kind, ...]:
+    """Of all blocks; those of one kind are equal, with the number of the first."""
+    mixtures, deep = model.moe_blocks, model.depth_layers
+    first: dict[tuple[object, ...], Kind] = {}
+    kinds = []
+    for layer, mixed in enumerate(mixtures):
+        kind = Kind(
+            layer,
+            mixed,
+            model.layer_type(layer),
+            layer < model.num_layers and deep[layer],
+            model.top_k_of_layer(layer) if mixed else 0,
+            mixed and True not in mixtures[:layer],
+        )
+        kinds.append(first.setdefault(kind[1:], kind))
+    return tuple(kinds)
+
+
+def _sharded(plan: Plan, parameters: Parameters, tape: Tape) -> tuple[list[Collective], list[Collective]]:
+    """ZeRO-3: a piece's weights are gathered before each pass, and its gradients scattered after the backward one."""
+    gather, scatter = [], []
+    experts = min(plan.shard_ranks, plan.expert_data_ranks)
+    reduced = 4 if plan.gradient_dtype == "fp32" else 2
+    groups: tuple[tuple[str, Dimension, int, int], ...] = (
+        ("weights", "dp", parameters.dense, plan.shard_ranks),
+        ("expert weights", "edp", parameters.expert, experts),
+    )
+    for name, dimension, numbers, ranks in groups:
+        if not numbers or ranks == 1:
+            continue
+        size, dtype, early = float(numbers * tape.width), tape.activation_dtype, plan.overlap_parameters
+        gather.append(Collective("all_gather", "sharding", name, dimension, ranks, size, dtype, overlap=early))
+        if parameters.trained:
+            size, dtype, late = float(numbers * reduced), plan.gradient_dtype, plan.overlap_gradients
+            name = f"gradients of {name}"
+            scatter.append(Collective("reduce_scatter", "sharding", name, dimension, ranks, size, dtype, overlap=late))
+    return gather, scatter
+
+
+def _parameters(runs: tuple[Run, ...]) -> Parameters:
+    return add_parameters([(run.piece.parameters, run.times) for run in runs])
+
+
+def _saved(runs: tuple[Run, ...], once: float) -> Saved:
+    """once: bytes that the stage keeps besides its pieces."""
+    saved = once + sum(run.piece.saved * run.times for run in runs)
+    spared = sum((run.piece.saved - run.piece.kept) * run.recomputed for run in runs)
+    again = (run.piece.saved - run.piece.kept for run in runs if run.recomputed)
+    most = max((*again, *(run.piece.transient for run in runs)), default=0.0)
+    return Saved(saved - spared, saved, most)
+
+
+def add_parameters(parts: list[tuple[Parameters, int]]) -> Parameters:
+    """Each as often as it is there."""
+    shapes: Counter[tuple[int, int, bool]] = Counter()
+    for parameters, n in parts:
+        for rows, columns, times, expert in parameters.shapes:
+            shapes[(rows, columns, expert)] += times * n
+    return Parameters(
+        sum(p.dense * n for p, n in parts),
+        sum(p.expert * n for p, n in parts),
+        sum(p.matrices * n for p, n in parts),
+        sum(p.trained * n for p, n in parts),
+        sum(p.replicated * n for p, n in parts),
+        tuple(Matrices(rows, columns, times, expert) for (rows, columns, expert), times in shapes.items()),
+    )
+
+
+def _vocab(model: ModelConfig) -> int:
+    assert model.vocab_size is not None, "a workload's model has a vocabulary"
+    return model.vocab_size

@@ -1,0 +1,165 @@
+"""The trainer's own step, as one rank of a world of any size runs it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moestro.config import Config
+from moestro.config.counts import resolved_model
+from moestro.config.plan import RoutingConfig
+from moestro.data.batches import Batch
+from moestro.graph.trace.recorder import Event, Memory, Recorder
+from moestro.graph.trace.session import recording
+from moestro.graph.words import Parameters
+from moestro.optim.slots import fresh_state
+from moestro.parallel.layout import Layout, resolve_layout
+from moestro.parallel.mesh import Mesh
+from moestro.train.engine import build_engine, build_update
+from moestro.train.step import train_step
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """A stage of the traced rank. saved: bytes that one micro-batch leaves behind for its backward pass."""
+
+    index: int
+    parameters: Parameters
+    saved: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One step on one rank. Micro-batches beyond those that the schedule needs are left out: they are all alike."""
+
+    layout: Layout  # of the whole step
+    rank: int
+    events: list[Event]
+    memory: Memory
+    stages: list[StageTrace]
+    groups: dict[tuple[int, ...], list[str]] = field(default_factory=dict)  # of the mesh: ranks, names
+
+
+def unique_ranks(layout: Layout) -> list[int]:
+    """One rank for each place in the pipeline. The others of a place do the same with other tokens and experts."""
+    return [place * layout.data_ranks * layout.tp for place in range(layout.pp)]
+
+
+def trace_rank(
+    config: Config,
+    world_size: int,
+    rank: int = 0,
+    routing: RoutingConfig | None = None,
+    recorded: Sequence[Tensor] = (),
+    ranks_per_node: int | None = None,
+) -> RankTrace:
+    """Run one optimizer step of `config` as `rank` of `world_size`, without weights, data or other ranks.
+
+    Raises:
+        MoestroError: the layout does not fit.
+    """
+    config = config.in_phase(0)
+    config = config.model_copy(update={"model": resolved_model(config)})
+    layout = resolve_layout(config, world_size, ranks_per_node or world_size)
+    short = _shortened(config, layout)
+    with recording(world_size, rank, routing, recorded) as (recorder, device):
+        short_layout = resolve_layout(short, world_size, ranks_per_node or world_size)
+        engine, parts = build_engine(short, short_layout, device)
+        update = build_update(short, engine, parts)
+        for optimizer in update.optimizers:
+            fresh_state(optimizer)
+        numbers = layout.stages_of(engine.mesh.place.pp)
+        saved = [_watch(stage, number, recorder) for stage, number in zip(engine.stages, numbers, strict=True)]
+        recorder.phase = "between"
+        recorder.events.clear()
+        batches = [_batch(short, short_layout) for _ in range(short_layout.micro_batches)]
+        train_step(engine, _Watched(update, recorder), batches, short.train.grad_clip)
+        groups = _groups(engine.mesh)
+    stages = [
+        StageTrace(number, _parameters(stage.model), max(sizes))
+        for number, stage, sizes in zip(numbers, engine.stages, saved, strict=True)
+    ]
+    return RankTrace(layout, rank, recorder.events, recorder.memory, stages, groups)
+
+
+def _shortened(config: Config, layout: Layout) -> Config:
+    """The same with as few micro-batches as the schedule takes."""
+    wanted = 1 if layout.pp == 1 else len(layout.stages) if layout.schedule == "dualpipev" else layout.pp
+    count = min(layout.micro_batches, wanted)
+    size = count * layout.micro_batch_size * layout.batch_ranks
+    changes = {"global_batch_size": size, "micro_batch_size": layout.micro_batch_size}
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def _batch(config: Config, layout: Layout) -> Batch:
+    """One document a row, as long as it."""
+    shape = layout.micro_batch_size, config.data.seq_len
+    positions = torch.arange(shape[1]).repeat(shape[0], 1)
+    documents = torch.zeros(shape, dtype=torch.int32)
+    return Batch(positions % 2, positions % 2, documents, positions, torch.arange(shape[0]))
+
+
+def _watch(stage: nn.Module, number: int, recorder: Recorder) -> list[int]:
+    """Note to which micro-batch of which stage things belong; gives the bytes that each forward leaves behind."""
+    before: list[int] = []
+    saved: list[int] = []
+
+    def enter(*_: Any) -> None:
+        recorder.phase, recorder.micro = "forward", (number, len(before))
+        before.append(recorder.memory.alive)
+
+    def leave(*_: Any) -> None:
+        recorder.phase, recorder.micro = "between", None
+        saved.append(recorder.memory.alive - before[-1])
+
+    stage.register_forward_pre_hook(enter, prepend=True)
+    stage.register_forward_hook(leave)
+    return saved
+
+
+class _Watched:
+    """An `Updates` that tells the recorder what is being done."""
+
+    def __init__(self, update: Any, recorder: Recorder) -> None:
+        self.update, self.recorder = update, recorder
+
+    def reduce_gradients(self) -> None:
+        self.recorder.phase = "gradients"
+        self.update.reduce_gradients()
+
+    def clip(self, max_norm: float) -> Tensor:
+        self.recorder.phase = "update"
+        norm: Tensor = self.update.clip(max_norm)
+        return norm
+
+    def step(self) -> None:
+        self.update.step()
+
+    def zero_grad(self) -> None:
+        self.update.zero_grad()
+        self.recorder.phase = "between"
+
+
+def _parameters(stage: nn.Module) -> Parameters:
+    """As many as the rank has before FSDP2 splits them."""
+    dense = expert = 0
+    for name, parameter in stage.named_parameters():
+        if ".experts." in name:
+            expert += parameter.numel()
+        else:
+            dense += parameter.numel()
+    return Parameters(dense, expert, trained=dense + expert)
+
+
+def _groups(mesh: Mesh) -> dict[tuple[int, ...], list[str]]:
+    """The names of each group, those that most collectives mean first. Groups of one layout may coincide."""
+    import torch.distributed as dist
+
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in ("tp", "cp", "ep", "edp", "data", "pp", "sequence", "tokens", "ends", "world"):
+        group = getattr(mesh, name)
+        if group is not None:
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(name)
+    return found

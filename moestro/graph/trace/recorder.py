@@ -1,0 +1,219 @@
+"""Writes down everything that a program does on one rank: operations, collectives, streams, and life-times of memory.
+
+The program runs as it is, on tensors without values. The recorder sees every operation below autograd, so what it
+writes down is what a device would be asked to do, in order.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moestro.graph.trace.attention import pairs_of
+from moestro.graph.trace.collectives import Message, arrive, message_of
+from moestro.graph.trace.device import VirtualDevice
+from moestro.graph.trace.ops import Cost, bytes_of, cost_of, makes_weight, moves, tensors
+from moestro.graph.trace.values import Values
+
+Phase = Literal["setup", "between", "forward", "recompute", "backward", "gradients", "update"]
+PLAIN = (FakeTensor, Tensor, nn.Parameter)
+
+
+class Place(NamedTuple):
+    """Where in the program something happens. `path`: the modules around it, the outermost first, as "name:Class";
+    `micro`: (stage, number of the micro-batch), where somebody says so."""
+
+    phase: Phase
+    path: tuple[str, ...]
+    micro: tuple[int, int] | None
+    stream: int
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation. of_weight: a product of the backward pass that makes a weight's gradient."""
+
+    name: str
+    place: Place
+    cost: Cost | None  # None: bound by memory
+    bytes: int
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    of_weight: bool = False
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A collective in its place among the operations. blocking: the program waits for it at once."""
+
+    message: Message
+    place: Place
+    blocking: bool
+
+
+@dataclass(slots=True)
+class Sync:
+    """What a program tells its streams: "wait" (for another stream), "record event", "wait event", "synchronize"."""
+
+    what: str
+    stream: int
+    other: int  # the stream waited for, or the event
+
+
+@dataclass
+class Memory:
+    """Bytes of storages. `timeline`: (number of the event, bytes alive after it) whenever they change."""
+
+    alive: int = 0
+    peak: int = 0
+    timeline: list[tuple[int, int]] = field(default_factory=list)
+
+
+Event = Op | Exchange | Sync
+
+
+class Recorder(TorchDispatchMode):
+    """Between the mode of fake tensors and the program. `phase` and `micro` are set from outside, except that backward
+    and recomputation are found."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self.values = values
+        self.phase: Phase = "setup"
+        self.micro: tuple[int, int] | None = None
+        self.path: list[str] = []
+        self.recomputing = 0
+        self.events: list[Event] = []
+        self.memory = Memory()
+        # Of autograd's nodes, by their numbers in order: where the operation that they differentiate ran.
+        self._numbers: list[int] = []
+        self._origins: list[tuple[tuple[str, ...], tuple[int, int] | None]] = []
+        self._storages: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a DTensor first says what it is made of
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        answer = self.values.answer(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        message = message_of(func, args)
+        args = self.values.mask_as_rows(func, args)
+        out = func(*args, **kwargs)
+        place = self._place()
+        if message is not None:
+            self._note_exchange(func, args, message, place)
+            arrive(self.values, func, args, message, out)
+        else:
+            self.values.follow(func, args, kwargs, out)
+            self._note_op(func, args, kwargs, out, place)
+        self._note_memory(out)
+        return out
+
+    def note_sync(self, what: str, stream: int, other: int) -> None:
+        self.events.append(Sync(what, stream, other))
+
+    def _place(self) -> Place:
+        stream = current_stream()
+        if torch._C._current_graph_task_id() == -1:
+            path = tuple(self.path)
+            number = torch.autograd._get_sequence_nr()
+            if not self._numbers or number > self._numbers[-1]:
+                self._numbers.append(number)
+                self._origins.append((path, self.micro))
+            return Place(self.phase, path, self.micro, stream)
+        path, micro = self._origin()
+        if self.recomputing:
+            return Place("recompute", tuple(self.path) or path, micro, stream)
+        return Place("backward", path, micro, stream)
+
+    def _origin(self) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+        """Of the node that runs now. A node has the number that was the next one when its operation ran."""
+        node = torch._C._current_autograd_node()
+        if node is None or not self._numbers:
+            return (), self.micro
+        at = bisect_right(self._numbers, node._sequence_nr() + 1) - 1
+        return self._origins[max(at, 0)]
+
+    def _note_op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, place: Place) -> None:
+        outputs, inputs = tensors([out]), tensors(args)
+        first = next(iter(outputs + inputs), None)
+        # What the host computes is small bookkeeping.
+        if first is None or first.device.type == "cpu" or not moves(func):
+            return
+        cost = self._attention(func, args) or cost_of(func, args, out)
+        name, shapes = func._schema.name, tuple(tuple(t.shape) for t in inputs)
+        of_weight = cost is not None and place.phase == "backward" and makes_weight(func, args)
+        size = bytes_of(args, kwargs, out)
+        self.events.append(Op(name, place, cost, size, (inputs or outputs)[0].dtype, shapes, of_weight))
+
+    def _attention(self, func: Any, args: Sequence[Any]) -> Cost | None:
+        name = func._schema.name
+        if not name.startswith("moestro_trace::attention"):
+            return None
+        is_backward = name.endswith("backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        mask, causal = args[-2:]
+        with no_dispatch():
+            pairs = pairs_of(query, key, mask, None if mask is None else self.values.of(mask), causal)
+        *batch, heads, queries, dim = query.shape
+        sequences = 1
+        for n in batch:
+            sequences *= n
+        # As causal attention over so many keys that half of them make the pairs.
+        keys = round(2 * pairs / max(1, queries)) - 1
+        flops = 2.0 * sequences * heads * pairs * (dim + value.shape[-1])
+        dims = (sequences, queries, keys, heads, key.shape[-3], dim, value.shape[-1])
+        if is_backward:
+            return Cost("attention_backward", dims, 2.5 * flops)
+        return Cost("attention", dims, flops)
+
+    def _note_exchange(self, func: Any, args: Sequence[Any], message: Message, place: Place) -> None:
+        blocking = func.namespace == "c10d" and not any(a is True for a in args)
+        self.events.append(Exchange(message, place, blocking))
+
+    def _note_memory(self, out: Any) -> None:
+        for tensor in tensors([out]):
+            if tensor.device.type == "cpu" or not isinstance(tensor, FakeTensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._storages:
+                self._grow(key, storage.nbytes())
+                continue
+            self._storages[key] = 0
+            self._grow(key, storage.nbytes())
+            weakref.finalize(storage, self._free, key)
+
+    def _grow(self, key: int, size: int) -> None:
+        """FSDP2 frees and fills a storage in place."""
+        change = size - self._storages[key]
+        if change:
+            self._storages[key] = size
+            self._change(change)
+
+    def _free(self, key: int) -> None:
+        self._change(-self._storages.pop(key, 0))
+
+    def _change(self, size: int) -> None:
+        memory = self.memory
+        memory.alive += size
+        memory.peak = max(memory.peak, memory.alive)
+        memory.timeline.append((len(self.events), memory.alive))
+
+
+def current_stream() -> int:
+    return VirtualDevice.current.number

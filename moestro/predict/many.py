@@ -1,0 +1,119 @@
+"""The closed form of `step_time` for many steps at once, as NumPy arrays: for fitting constants and for searching."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.config.plan import Plan
+from moestro.predict.constants import Constants
+from moestro.predict.costs import KERNEL_CLASSES, Cost, StepCost
+from moestro.predict.step import HALVED
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+COLUMNS = (*KERNEL_CLASSES, "launches", "collectives", "in", "out", "hide_in", "hide_out")
+_KERNELS = slice(0, len(KERNEL_CLASSES))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Passes of all stages of all steps, a row each (COLUMNS); what ranks do once a step; and the plans' numbers.
+
+    Ranks are numbered through all steps, those of one step next to each other.
+    """
+
+    passes: Floats  # [passes, columns]
+    kind: Whole  # 0 forward, 1 backward, 2 weight
+    rank: Whole  # of the pass
+    once: Floats  # [ranks, 3, columns]: gather, reduction, update
+    first_rank: Whole  # of each step
+    step: Whole  # of each rank
+    micro_batches: Floats
+    vpp: Floats
+    send: Floats  # seconds from rank to rank, once through the pipeline
+    fill: Floats  # 1 where weight gradients fill the bubble
+    halves: Floats  # what is left of the bubble's length under schedules from both ends; else 1
+    whole: Floats  # 1 where all micro-batches pass forward first
+
+
+def table(costs: Sequence[StepCost], plans: Sequence[Plan]) -> Table:
+    passes, kind, rank, once, first, step = [], [], [], [], [], []
+    ranks = 0
+    for number, (cost, plan) in enumerate(zip(costs, plans, strict=True)):
+        first.append(ranks)
+        for stage in cost.stages:
+            for which, one in enumerate((stage.forward, stage.backward, stage.weight)):
+                passes.append(_row(one))
+                kind.append(which)
+                rank.append(ranks + stage.rank)
+        once += [[_row(part) for part in of_rank] for of_rank in cost.once]
+        step += [number] * plan.pp
+        ranks += plan.pp
+    schedules = [plan.schedule if plan.pp > 1 else "1f1b" for plan in plans]
+    return Table(
+        np.array(passes), np.array(kind), np.array(rank), np.array(once), np.array(first), np.array(step),
+        np.array([cost.micro_batches for cost in costs], dtype=np.float64),
+        np.array([plan.vpp if plan.pp > 1 else 1 for plan in plans], dtype=np.float64),
+        np.array([sum(s.send_s for s in cost.stages[: plan.pp - 1]) for cost, plan in zip(costs, plans, strict=True)]),
+        np.array([float(name == "zero_bubble") for name in schedules]),
+        np.array([HALVED.get(name, 1.0) for name in schedules]),
+        np.array([float(name == "gpipe") for name in schedules]),
+    )  # fmt: skip
+
+
+def many_step_times(of: Table, constants: Constants) -> Floats:
+    """Seconds of each step; equal to `step_time(...).total`."""
+    compute, seconds = _seconds(of.passes, constants)
+    per_rank = _by_rank(of, seconds)
+    slowest = _slowest(per_rank, of)
+    weight = _by_rank(of, seconds * (of.kind == 2))
+    busy = per_rank[slowest]
+    others = np.add.reduceat(per_rank, of.first_rank) - busy
+    fill = np.add.reduceat(weight, of.first_rank) - weight[slowest]
+    wait = np.where(of.whole > 0, others, others / of.vpp)
+    wait = np.where(of.fill > 0, np.maximum(0.0, wait - 2 * fill / of.vpp), wait * of.halves)
+    bubble = wait + 2 * of.send * constants.between
+    behind_reduce = _by_rank(of, compute * (of.kind > 0))[slowest]
+    behind_gather = _by_rank(of, compute * (of.kind == 0))[slowest]
+    gather, reduce, update = (of.once[slowest, i] for i in range(3))
+    exposed = _exposed(reduce, behind_reduce, constants) + _exposed(gather, behind_gather, constants)
+    return of.micro_batches * busy + bubble + exposed + _seconds(update, constants)[1] + constants.step_s
+
+
+def _by_rank(of: Table, values: Floats) -> Floats:
+    return np.bincount(of.rank, values, len(of.step)).astype(np.float64)
+
+
+def _row(cost: Cost) -> list[float]:
+    comm = [0.0, 0.0, 0.0, 0.0]
+    for (_, between, hides), seconds in cost.collectives.items():
+        comm[2 * hides + between] += seconds
+    return [*(cost.kernels.get(name, 0.0) for name in KERNEL_CLASSES), cost.launches, cost.num_collectives, *comm]
+
+
+def _seconds(rows: Floats, constants: Constants) -> tuple[Floats, Floats]:
+    """(Kernels alone, all) of each row: Cost.compute_s and Cost.seconds."""
+    compute = rows[:, _KERNELS] @ np.array([getattr(constants, name) for name in KERNEL_CLASSES])
+    n = len(KERNEL_CLASSES)
+    host = rows[:, n] * constants.launch_s + rows[:, n + 1] * constants.collective_host_s
+    blocks = rows[:, n + 2] * constants.inside + rows[:, n + 3] * constants.between
+    hides = rows[:, n + 4] * constants.inside + rows[:, n + 5] * constants.between
+    hidden = np.minimum(hides, constants.hidden * compute)
+    return compute, np.maximum(compute + constants.contention * hidden, host) + blocks + hides - hidden
+
+
+def _exposed(rows: Floats, behind_s: Floats, constants: Constants) -> Floats:
+    n = len(KERNEL_CLASSES)
+    blocks = rows[:, n + 2] * constants.inside + rows[:, n + 3] * constants.between
+    hides = rows[:, n + 4] * constants.inside + rows[:, n + 5] * constants.between
+    return blocks + np.maximum(0.0, hides - constants.hidden * behind_s)
+
+
+def _slowest(per_rank: Floats, of: Table) -> Whole:
+    """The first of each step's slowest ranks."""
+    highest = np.maximum.reduceat(per_rank, of.first_rank)
+    places = np.arange(len(per_rank))
+    places = np.where(per_rank >= highest[of.step], places, len(per_rank))
+    return np.minimum.reduceat(places, of.first_rank)

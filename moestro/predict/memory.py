@@ -1,0 +1,340 @@
+"""Memory of one device at its peaks: what is held through the step, what passes leave behind, what comes and goes.
+
+Allocated memory is the framework's tensors; reserved memory is what its allocator took for them; the device's total
+adds what lies outside of the allocator: libraries and communicators.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moestro.config.counts import matrices_of
+from moestro.config.plan import Plan, Workload
+from moestro.graph.step import STATE_BYTES
+from moestro.graph.tape import activation_bytes
+from moestro.graph.words import Parameters, Stage, StepGraph
+from moestro.hardware.devices import Device
+from moestro.predict.constants import generation
+from moestro.predict.orders import stage_ranks
+from moestro.predict.schedule import PipelineResult, simulate_pipeline
+from moestro.predict.words import MemoryBreakdown
+
+GIB = 2.0**30
+# Outside of the allocator: contexts, kernels' code, library workspaces (recalled; drivers report 0.5 to 2 GiB).
+FRAMEWORK_BYTES = {"gpu": 1.2 * GIB, "superchip": 1.2 * GIB, "npu": 1.2 * GIB}
+OTHER_FRAMEWORK_BYTES = 0.3 * GIB  # processes on CPUs and all others
+# Of one communicator of a GPU: channels with their buffers (recalled: 4 MiB for each of about 16 channels and its
+# neighbours, with those of the small-message protocols).
+COMMUNICATOR_BYTES = 0.15 * GIB
+# Reserved beyond allocated: shares of what is held through the step, of activations, and of what comes and goes. Fitted
+# on public runs that print both.
+FRAGMENTATION = (0.03, 0.14, 0.32)
+# Of tokens gathered from the tensor ranks: a region's input and the sum that leaves it, and the gradients of both.
+GATHERED = 4
+EXCLUDED = (
+    "data loading and evaluation",
+    "temporary tensors of an optimizer that is not fused",
+    "routing that is less even than the plan's routing says",
+)
+
+
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """Bytes on the fullest device. init: weights and gradients are made, before the first pass. first_step: optimizer
+    state is made at its end."""
+
+    init: float
+    first_step: float
+    steady: float
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Of one pipeline rank, bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transient: float
+
+    @property
+    def fixed(self) -> float:
+        """Held through the step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        return self.fixed + self.activations + self.transient
+
+
+def memory_of(
+    graph: StepGraph, workload: Workload, plan: Plan, device: Device | None = None
+) -> tuple[MemoryBreakdown, tuple[float, ...]]:
+    """The breakdown of the fullest pipeline rank, and all bytes of each. device None: a GPU."""
+    held = [_rank(graph, workload, plan, rank) for rank in range(plan.pp)]
+    outside = _outside(plan, workload, device)
+    totals = tuple(rank.allocated + _fragmentation(rank) + sum(outside) for rank in held)
+    full = held[max(range(plan.pp), key=totals.__getitem__)]
+    breakdown = MemoryBreakdown(
+        weights=full.weights,
+        gradients=full.gradients,
+        optimizer=full.optimizer,
+        activations=full.activations,
+        transient=full.transient,
+        communication=outside[1],
+        framework=outside[0],
+        fragmentation=_fragmentation(full),
+        excluded=EXCLUDED if workload.model.moe is not None else EXCLUDED[:2],
+    )
+    return breakdown, totals
+
+
+def memory_peaks(memory: MemoryBreakdown, workload: Workload, plan: Plan) -> MemoryPeaks:
+    """Before the first step, in it (the optimizer makes its moments when it first needs them) and in all later ones."""
+    master = _master_bytes(workload, plan)
+    share = master / (master + STATE_BYTES[workload.optimizer]) if master else 0.0
+    init = memory.weights + memory.gradients + share * memory.optimizer + memory.communication + memory.framework
+    passing = memory.activations + memory.transient + memory.fragmentation
+    return MemoryPeaks(init, max(init + passing, memory.total - passing), memory.total)
+
+
+def fits(memory: MemoryBreakdown, device: Device, share: float = 0.96) -> bool | None:
+    """Whether all of it is within `share` of the device's memory: what a prediction misses by, and what drivers keep.
+    None: the memory's size is not known."""
+    size = device.memory.gb.nominal
+    return None if size is None else memory.total <= share * size * 1e9
+
+
+def memory_timeline(
+    graph: StepGraph, workload: Workload, plan: Plan, result: PipelineResult
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """(seconds, bytes of tensors from then on) of each pipeline rank through a simulated step.
+
+    Activations come when a forward pass starts and go when the last backward pass of the micro-batch ends; what is held
+    through the step is always there, and what comes and goes inside a pass is left out.
+    """
+    saved = [_saved(workload, plan, stage, len(graph.stages)) for stage in graph.stages]
+    split = any(event.work.kind == "W" for event in result.events)
+    lines = []
+    for rank in range(plan.pp):
+        changes = [(0.0, 0.0)]
+        for event in result.events:
+            size = saved[event.work.stage % len(saved)]
+            if event.rank == rank and event.work.kind == "F":
+                changes.append((event.start_s, size))
+            elif event.rank == rank and event.work.kind == ("W" if split else "B"):
+                changes.append((event.end_s, -size))
+        now = _rank(graph, workload, plan, rank).fixed
+        line = []
+        for time, change in sorted(changes):
+            now += change
+            line.append((time, now))
+        lines.append(tuple(line))
+    return tuple(lines)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """How many micro-batches each rank holds of each of its stages when it holds most: (stage, how many).
+
+    1F1B: pp - rank. Interleaved, from the counts of TeleChat3's planner (2512.24157): every chunk pp, the first
+    pp - 2 rank - 1 more, the last as many fewer where that is negative. Other schedules are simulated, with passes of
+    equal length.
+    """
+    m = micro_batches
+    if schedule == "gpipe":
+        return tuple(((rank, m),) for rank in range(pp))
+    if schedule == "1f1b":
+        return tuple(((rank, min(m, pp - rank)),) for rank in range(pp))
+    if schedule == "interleaved":
+        return tuple(tuple(_chunks(rank, pp, vpp, m)) for rank in range(pp))
+    return _simulated(schedule, pp, vpp, m)
+
+
+def published_bytes(memory: MemoryBreakdown, metric: str) -> float:
+    """What a published figure of this name speaks of: tensors ("alloc"), the allocator's blocks, or all of the device
+    ("ram", "max_memory")."""
+    if "alloc" in metric:
+        return memory.allocated
+    return memory.total if "ram" in metric or "max_memory" in metric else memory.reserved
+
+
+def routed_row_bytes(workload: Workload, plan: Plan) -> float:
+    """Bytes kept for a token copy in one layer of experts: its input, the experts' inner tensors, its output."""
+    moe = workload.model.moe
+    if moe is None:
+        return 0.0
+    outer = moe.latent_size or workload.model.hidden_size
+    inner = matrices_of(moe.activation) * moe.resolved_expert_hidden_size // plan.etp
+    kept = 2 * outer if plan.expert_recompute else 2 * outer + inner
+    return float(kept * activation_bytes(workload))
+
+
+def routing_margin(workload: Workload, plan: Plan, max_over_mean: float | None = None) -> float:
+    """Bytes that one layer of experts takes beyond its even share when a rank gets `max_over_mean` times the mean of
+    tokens; None: all that can reach it, ep · local · min(top_k, its experts) (MemFine, 2511.21431, mended)."""
+    model, moe = workload.model, workload.model.moe
+    if moe is None:
+        return 0.0
+    local = plan.micro_batch_size * workload.seq_len // (plan.cp * (plan.tp if plan.sequence_parallel else 1))
+    top_k = max(model.top_k_of_layer(layer) for layer, routed in enumerate(model.moe_blocks) if routed)
+    even = local * top_k
+    worst = plan.ep * local * min(top_k, moe.resolved_num_experts // plan.ep)
+    rows = worst if max_over_mean is None else min(worst, even * max_over_mean)
+    return max(0.0, rows - even) * plan.etp * routed_row_bytes(workload, plan) / plan.expert_chunks
+
+
+def _rank(graph: StepGraph, workload: Workload, plan: Plan, rank: int) -> _Held:
+    counts = in_flight(plan.schedule if plan.pp > 1 else "1f1b", plan.pp, plan.vpp, graph.micro_batches)[rank]
+    if plan.pp == 1:
+        counts = tuple((stage.index, 1) for stage in graph.stages)
+    stages = [graph.stages[stage % len(graph.stages)] for stage, _ in counts]
+    weights, gradients, optimizer = _kept(workload, plan, stages)
+    saved = [_saved(workload, plan, stage, len(graph.stages)) for stage in stages]
+    activations = sum(count * size for size, (_, count) in zip(saved, counts, strict=True))
+    if plan.offload == "activations":  # those of the micro-batch in work stay
+        activations = max(saved)
+    transient = max(_transient(workload, plan, stage, len(graph.stages)) for stage in stages)
+    return _Held(weights, gradients, optimizer, activations, transient)
+
+
+def _kept(workload: Workload, plan: Plan, stages: list[Stage]) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state.
+
+    With weights split (ZeRO-3) the fp32 shard is the weight. In a pipeline they are gathered once a step, not for every
+    micro-batch, and gradients are summed whole.
+    """
+    width = activation_bytes(workload)
+    reduced = 4 if plan.gradient_dtype == "fp32" else 2
+    weights = gradients = optimizer = 0.0
+    whole = plan.zero == 3 and plan.pp > 1 and plan.shard_ranks > 1
+    for stage in stages:
+        numbers = stage.parameters
+        trained = numbers.trained / numbers.total if numbers.total else 0.0
+        states = _state_bytes(workload.optimizer, numbers)
+        groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, plan.expert_data_ranks, states[1]))
+        for held, ranks, state in groups:
+            split = min(plan.shard_ranks, ranks)
+            if whole:
+                weights += held * width
+                gradients += held * trained * reduced
+            if plan.zero == 3:
+                weights += held * (4 * trained + width * max(0.0, 1 - trained)) / split
+            else:
+                weights += held * width
+            gradients += held * trained * reduced / (split if plan.zero >= 2 else 1)
+            if plan.offload != "optimizer":
+                optimizer += held * trained * (state + _master_bytes(workload, plan)) / split
+    return weights, gradients, optimizer
+
+
+def _master_bytes(workload: Workload, plan: Plan) -> int:
+    """Of a weight's fp32 copy beside the one that is computed with."""
+    alone = activation_bytes(workload) == 4 or plan.zero == 3 or workload.optimizer == "none"
+    return 0 if alone else 4
+
+
+def _state_bytes(optimizer: str, numbers: Parameters) -> tuple[float, float]:
+    """Of one dense and of one expert parameter. Muon's one moment is of matrices; what is none has AdamW's two."""
+    state = float(STATE_BYTES[optimizer])
+    if optimizer != "muon" or not numbers.dense:
+        return state, state
+    matrices = max(0, numbers.matrices - numbers.expert) / numbers.dense
+    return state * matrices + STATE_BYTES["adamw"] * (1 - matrices), state
+
+
+def _saved(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> float:
+    """Of logits that are whole in memory only the fp32 ones are left when memory is fullest."""
+    if stage.index < num_stages - 1 or workload.fused_loss or activation_bytes(workload) == 4:
+        return stage.saved.kept
+    tokens = plan.micro_batch_size * workload.seq_len // plan.cp
+    logits = tokens * (workload.model.vocab_size or 0) / plan.tp
+    return stage.saved.kept - 2 * logits * (1 + (workload.model.mtp.depth if workload.model.mtp else 0))
+
+
+def _transient(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> float:
+    """The largest further need while a pass runs; at the end of the model the head's gradient is part of it.
+
+    A layer's weights have gradients in 16 bits before these are added to the fp32 sums, or before they are scattered;
+    ZeRO-3 has gathered weights of this layer and of the next. Software until 2023 ("eager") keeps 16-bit gradients of
+    all weights beside the sums.
+    """
+    width = activation_bytes(workload)
+    trains = workload.adapter_rank is None
+    layers, after = _layers(stage)
+    if plan.zero == 3 and plan.shard_ranks > 1 and plan.pp == 1:
+        reduced = 4 if plan.gradient_dtype == "fp32" else width
+        need = max((layer.total for layer in layers), default=0) * float(2 * width + reduced * trains)
+    elif generation(workload) == "eager":
+        need = float(stage.parameters.trained * width)
+    else:
+        need = max((layer.dense for layer in layers), default=0) * float(width * trains)
+    need += stage.saved.transient
+    if plan.tp > 1 and plan.sequence_parallel:
+        tokens = plan.micro_batch_size * workload.seq_len // plan.cp
+        need += GATHERED * tokens * workload.model.hidden_size * width
+    if stage.index == num_stages - 1 and not workload.fused_loss:  # a fused loss keeps it: it is among the activations
+        need += (after[0].dense if after else 0) * width * trains
+    return need
+
+
+def _layers(stage: Stage) -> tuple[list[Parameters], list[Parameters]]:
+    """Parameters of the stage's layers (each kind once) and of what comes after them."""
+    runs, layers, left = list(stage.pieces), [], len(stage.layers)
+    if stage.index == 0:
+        runs.pop(0)
+    while runs and left > 0:
+        run = runs.pop(0)
+        layers.append(run.piece.parameters)
+        left -= run.times
+    return layers, [run.piece.parameters for run in runs]
+
+
+def _fragmentation(held: _Held) -> float:
+    still, passing, brief = FRAGMENTATION
+    return still * held.fixed + passing * held.activations + brief * held.transient
+
+
+def _outside(plan: Plan, workload: Workload, device: Device | None) -> tuple[float, float]:
+    """Framework and communicators."""
+    kind = "gpu" if device is None else device.kind
+    framework = FRAMEWORK_BYTES.get(kind, OTHER_FRAMEWORK_BYTES)
+    if kind not in FRAMEWORK_BYTES:
+        return framework, 0.0
+    groups = [plan.tp, plan.cp, plan.pp, plan.ep, plan.etp, plan.dp * plan.cp, plan.world_size]
+    if workload.model.moe is not None:
+        groups.append(plan.expert_data_ranks)
+    return framework, COMMUNICATOR_BYTES * sum(ranks > 1 for ranks in groups)
+
+
+def _chunks(rank: int, pp: int, vpp: int, m: int) -> list[tuple[int, int]]:
+    more = pp - 2 * rank - 1
+    if m == pp:  # all forward passes come first
+        return [(chunk * pp + rank, m) for chunk in range(vpp)]
+    counts = [pp] * vpp
+    counts[0] += max(0, more)
+    counts[-1] += min(0, more)
+    return [(chunk * pp + rank, min(m, count)) for chunk, count in enumerate(counts)]
+
+
+def _simulated(schedule: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    m = min(micro_batches, max(4 * pp * vpp, 2 * pp))  # more micro-batches add steady time only
+    m += (micro_batches - m) % 2
+    ones = [1.0] * (pp * vpp)
+    result = simulate_pipeline(schedule, pp, vpp, m, ones, ones, ones)
+    found = []
+    ranks = stage_ranks(schedule, pp, vpp)
+    for rank in range(pp):
+        own = sorted(
+            ((e.start_s, 1, e.work) if e.work.kind == "F" else (e.end_s, 0, e.work))
+            for e in result.events
+            if e.rank == rank and e.work.kind in "FW"
+        )
+        now = {stage: 0 for stage, where in enumerate(ranks) if where == rank}
+        best = dict(now)
+        for _, _, work in own:
+            now[work.stage] += 1 if work.kind == "F" else -1
+            if sum(now.values()) > sum(best.values()):
+                best = dict(now)
+        found.append(tuple(best.items()))
+    return tuple(found)

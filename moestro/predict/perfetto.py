@@ -1,0 +1,48 @@
+"""The passes of a step as a trace for chrome://tracing or ui.perfetto.dev: a row for each pipeline rank."""
+
+from typing import Any
+
+from moestro.config.plan import Plan
+from moestro.predict.constants import Constants
+from moestro.predict.costs import StepCost
+from moestro.predict.schedule import simulate_pipeline
+
+NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+
+
+def pipeline_trace(costs: StepCost, plan: Plan, constants: Constants) -> dict[str, Any]:
+    """In the Trace Event Format, times in µs. After the passes, each rank's reductions and its optimizer."""
+    schedule = plan.schedule if plan.pp > 1 else "1f1b"
+    result = simulate_pipeline(
+        schedule,
+        plan.pp,
+        plan.vpp,
+        costs.micro_batches,
+        [stage.forward.seconds(constants) for stage in costs.stages],
+        [stage.backward.seconds(constants) for stage in costs.stages],
+        [stage.weight.seconds(constants) for stage in costs.stages],
+        [stage.send_s * constants.between for stage in costs.stages],
+    )
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(plan.pp)
+    ]
+    for event in result.events:
+        work = event.work
+        arguments = {"stage": work.stage, "micro_batch": work.micro_batch}
+        events.append(_event(NAMES[work.kind], event.rank, event.start_s, event.end_s, arguments))
+    for rank, (_, reduce, update) in enumerate(costs.once):
+        start = max((event.end_s for event in result.events if event.rank == rank), default=0.0)
+        for name, cost in (("gradient reduction, if nothing hid it", reduce), ("optimizer", update)):
+            end = start + cost.seconds(constants)
+            if end > start:
+                events.append(_event(name, rank, start, end, {}))
+            start = end
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, rank: int, start_s: float, end_s: float, arguments: dict[str, int]) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "cat": "step", "pid": 0, "tid": rank, "ts": start_s * 1e6,
+        "dur": (end_s - start_s) * 1e6, "args": arguments,
+    }  # fmt: skip

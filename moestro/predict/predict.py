@@ -1,0 +1,145 @@
+"""A prediction of one step: counted, priced, put together, with its memory, its interval and what it leaves out."""
+
+from dataclasses import replace
+
+from moestro.config.plan import Plan, Workload
+from moestro.errors import MoestroError
+from moestro.graph.count import count_step
+from moestro.graph.words import Collective, StepGraph
+from moestro.hardware.fits import usable_bytes
+from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.costs import Cost, StepCost, price
+from moestro.predict.kernels import KernelPricer
+from moestro.predict.memory import memory_of
+from moestro.predict.network import NetworkPricer, span
+from moestro.predict.step import step_time
+from moestro.predict.target import Target
+from moestro.predict.words import Interval, MemoryBreakdown, Prediction, TimeBreakdown
+
+HOST = "host"
+
+
+def predict_step(
+    workload: Workload, plan: Plan, target: Target, constants: Constants | None = None, exact: bool = False
+) -> Prediction:
+    """constants: instead of the target's. exact: simulate the pipeline pass by pass.
+
+    Raises:
+        MoestroError: the plan does not fit the workload or the target, or the device cannot compute in the precision.
+    """
+    if target.devices is not None and plan.world_size > target.devices:
+        raise MoestroError(f"the plan needs {plan.world_size} devices, and there are {target.devices}")
+    graph = count_step(workload, plan)
+    costs = price_step(graph, workload, plan, target)
+    constants = constants or target.constants_for(workload, plan.world_size)
+    time = compose(costs, plan, target, constants, exact)
+    memory, by_rank = memory_of(graph, workload, plan, target.place.device)
+    devices = plan.world_size
+    peak = peak_flops(workload, target)
+    return Prediction(
+        step_s=interval(time.total),
+        time=time,
+        memory=memory,
+        memory_by_rank=by_rank,
+        tokens_per_s=graph.tokens / time.total,
+        tokens_per_s_per_device=graph.tokens / time.total / devices,
+        mfu=None if peak is None else graph.model_flops / (time.total * devices * peak),
+        profile=target.profile,
+        notes=(*target.notes, *graph.notes, *_notes(graph, workload, plan, target), *_fit(memory, plan, target)),
+    )
+
+
+def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
+    """Seconds of every pass by the target's curves, without constants."""
+    kernels = KernelPricer(target.curves, workload.routing, plan.ep)
+    return price(graph, kernels, NetworkPricer(target.curves.network, plan, target.place.node_size))
+
+
+def compose(costs: StepCost, plan: Plan, target: Target, constants: Constants, exact: bool = False) -> TimeBreakdown:
+    """The step with constants put in; parts scaled so that they add up to `compute`."""
+    if target.host_computes:
+        costs = _with_host(costs, constants)
+    time = step_time(costs, plan, constants, exact)
+    parts = dict(time.by_part)
+    host = parts.pop(HOST, 0.0) * constants.memory if target.host_computes else 0.0
+    compute = max(0.0, time.compute - host)
+    raw = sum(parts.values())
+    scaled = {name: seconds * compute / raw for name, seconds in parts.items()} if raw else {}
+    return replace(time, compute=compute, host=time.host + host, by_part=scaled)
+
+
+def peak_flops(workload: Workload, target: Target) -> float | None:
+    """Of one device, in the precision that MFU is told in: 8 and 4 bits count by the peak of bf16, as is usual."""
+    if target.peak_flops is not None:
+        return target.peak_flops
+    precision = workload.precision
+    return target.place.device.peak_flops(precision if precision in ("fp32", "tf32", "fp16") else "bf16")
+
+
+def device_bytes(target: Target, ranks: int) -> float | None:
+    """Memory that one rank can use. Processes of one CPU share what it has."""
+    if target.memory_bytes is not None:
+        return target.memory_bytes / (ranks if target.host_computes else 1)
+    return usable_bytes(target.place.device)
+
+
+def interval(step_s: float) -> Interval:
+    """Stands in for what the errors on public runs say."""
+    return Interval(step_s, step_s * 0.8, step_s * 1.25, "assumed, not learnt from validated runs")
+
+
+def _with_host(costs: StepCost, constants: Constants) -> StepCost:
+    """On a CPU nothing is launched ahead: the host's time of every operation comes on top of the operations."""
+
+    def host(cost: Cost) -> Cost:
+        seconds = cost.host_s(constants) / constants.memory
+        kernels = {**cost.kernels, "memory": cost.kernels.get("memory", 0.0) + seconds}
+        return Cost(kernels, {**cost.parts, HOST: seconds}, cost.collectives)
+
+    stages = tuple(
+        replace(s, forward=host(s.forward), backward=host(s.backward), weight=host(s.weight)) for s in costs.stages
+    )
+    once = tuple((host(gather), host(reduce), host(update)) for gather, reduce, update in costs.once)
+    return StepCost(stages, once, costs.micro_batches)
+
+
+def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> list[str]:
+    """What the prediction rests on that is less than samples of this very device."""
+    notes = []
+    device, curves = target.place.device, target.curves
+    dtypes = {node.dtype for node, _ in graph.nodes() if not isinstance(node, Collective) and node.op == "gemm"}
+    for dtype in sorted(dtypes):
+        curve = curves.product(dtype)
+        if not curve.samples:
+            notes.append(f"no products measured on {device.id} in {dtype}: {curve.basis}")
+    guessed: dict[str, set[str]] = {}
+    for node, _ in graph.nodes():
+        if isinstance(node, Collective) and node.ranks > 1:
+            where = span(plan, node.dimension, node.ranks, target.place.node_size)
+            basis = curves.network.curve(node.op, where.ranks, where.nodes).basis(max(1.0, node.bytes))
+            if basis in ("other device", "catalog"):
+                guessed.setdefault(basis, set()).add(node.dimension)
+    for basis, dimensions in sorted(guessed.items()):
+        source = "another device's, scaled" if basis == "other device" else "the catalog's bandwidth"
+        notes.append(f"collectives of {', '.join(sorted(dimensions))} by {source}: none measured here")
+    if target.constants is None:
+        notes += _calibration(workload, device.id)
+    if workload.model.moe is not None and workload.routing.kind == "balanced":
+        notes.append("routing taken as balanced; uneven experts are slower and take more memory")
+    return notes
+
+
+def _calibration(workload: Workload, device_id: str) -> list[str]:
+    calibration, name = load_calibration(), generation(workload)
+    if name in calibration.devices.get(device_id, {}):
+        return []
+    if name in calibration.generations:
+        return [f"no public training runs on {device_id} ({name} software): constants of all devices together"]
+    return ["not calibrated on public training runs: constants are defaults"]
+
+
+def _fit(memory: MemoryBreakdown, plan: Plan, target: Target) -> list[str]:
+    there = device_bytes(target, plan.world_size)
+    if there is None or memory.total <= there:
+        return []
+    return [f"does not fit: the fullest device needs {memory.total / 1e9:.1f} GB and has {there / 1e9:.1f} GB"]

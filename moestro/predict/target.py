@@ -1,0 +1,171 @@
+"""What a step is predicted for: devices of the catalog, a cluster, or a measured machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from moestro.config.plan import Workload
+from moestro.errors import MoestroError, nearest
+from moestro.hardware.catalog import cluster_ids, device_ids, load_cluster, load_device
+from moestro.hardware.catalog.reading import read_tree
+from moestro.hardware.devices import Cluster, Device, Memory, Nic, Node
+from moestro.hardware.figures import Figure
+from moestro.hardware.profile import MachineProfile
+from moestro.predict.cache import known_curves
+from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.curves import DeviceCurves, profile_curves
+from moestro.predict.step import Place
+
+# A profile holds kernels as they are launched, on an idle machine: nothing is multiplied on top of it.
+AS_MEASURED = Constants(
+    gemm=1, gemm_low=1, grouped=1, grouped_low=1, attention=1, memory=1, optimizer=1, inside=1, between=1,
+    launch_s=0, collective_host_s=0, step_s=0, hidden=0, contention=0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """devices: how many there are (None: as many as the plan asks for). profile: in words, for the output.
+
+    cores, threads: of a measured CPU, whose processes share the cores and whose host computes; else None.
+    constants: None: of the calibration.
+    """
+
+    place: Place
+    curves: DeviceCurves
+    devices: int | None
+    profile: str
+    cores: int | None = None
+    threads: int | None = None
+    memory_bytes: float | None = None  # of one device; None: the catalog's
+    peak_flops: float | None = None  # measured; None: the catalog's nominal peak
+    constants: Constants | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether a profile prices it, and not the shipped records."""
+        return self.memory_bytes is not None or self.cores is not None
+
+    @property
+    def host_computes(self) -> bool:
+        return self.cores is not None
+
+    def constants_for(self, workload: Workload, ranks: int) -> Constants:
+        """Of a training step with `ranks` processes.
+
+        Those of one CPU share its cores: each kernel is slower by the threads that it lacks, and the host's part where
+        there are more processes than cores.
+        """
+        if self.constants is None:
+            return load_calibration().of(self.place.device.id, generation(workload))
+        if self.cores is None:
+            return self.constants
+        lacks = max(1.0, ranks * (self.threads or 1) / self.cores)
+        slower = {name: lacks * getattr(self.constants, name) for name in ("gemm", "grouped", "attention", "memory")}
+        low = {name: lacks * getattr(self.constants, name) for name in ("gemm_low", "grouped_low", "optimizer")}
+        launch_s = self.constants.launch_s * max(1.0, ranks / self.cores)
+        return self.constants.model_copy(update={**slower, **low, "launch_s": launch_s})
+
+
+def target_of(name: str, devices: int | None = None) -> Target:
+    """A device or a cluster of the catalog, or a TOML file of one.
+
+    Raises:
+        MoestroError: no such thing; more devices than the cluster has; a cluster of unlike devices.
+    """
+    own_file = name.endswith(".toml")
+    if name.lower() in cluster_ids() or (own_file and "pools" in read_tree(Path(name))):
+        return _of_cluster(load_cluster(name), devices)
+    try:
+        device = load_device(name)
+    except MoestroError as error:
+        if own_file:
+            raise
+        hint = nearest(name.lower(), (*device_ids(), *cluster_ids()))
+        raise MoestroError(f"no device or cluster '{name}'.{hint} `moestro hardware list` shows them all.") from error
+    count = device.devices_per_node or 1
+    note = () if device.devices_per_node else (f"nodes of one device: the catalog does not say more of {device.id}",)
+    return Target(Place.of(device, count), known_curves(device), devices, f"{device.id}, public records", notes=note)
+
+
+def _of_cluster(cluster: Cluster, devices: int | None) -> Target:
+    kinds = {device_id for pool in cluster.pools for device_id in pool.node.devices}
+    if len(kinds) > 1:
+        raise MoestroError(
+            f"{cluster.id} mixes {', '.join(sorted(kinds))}; a step over unlike devices is not predicted, name one"
+        )
+    if devices is not None and devices > cluster.num_devices:
+        raise MoestroError(f"{cluster.id} has {cluster.num_devices} devices, not {devices}")
+    node = cluster.pools[0].node
+    per_node = sum(node.devices.values())
+    device = _with_nics(load_device(kinds.pop()), node, per_node)
+    notes = [f"{cluster.id}: every node taken as one of the first pool"] if len(cluster.pools) > 1 else []
+    if cluster.wan:
+        notes.append(f"{cluster.id}: the links between its regions are not priced")
+    return Target(
+        Place.of(device, per_node),
+        known_curves(device),
+        devices or cluster.num_devices,
+        f"{cluster.id} ({device.id}), public records",
+        notes=tuple(notes),
+    )
+
+
+def _with_nics(device: Device, node: Node, per_node: int) -> Device:
+    """The device with the cluster's own NICs, where it names them, and the link that joins its nodes first."""
+    changes: dict[str, object] = {}
+    rate = node.nic_gbit.best
+    if node.nics and rate:
+        each = Figure(nominal=node.nics * rate / per_node, source=node.nic_gbit.source, confidence="derived")
+        if each.nominal != device.nic.per_device_gbit.nominal:
+            changes["nic"] = Nic(**{**dict(device.nic), "per_device_gbit": each, "rails": node.rails})
+    if node.link and device.links and device.links[0].name != node.link:
+        changes["links"] = tuple(sorted(device.links, key=lambda link: link.name != node.link))
+    return device.model_copy(update=changes) if changes else device
+
+
+def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Target:
+    """A measured machine. Its devices count as one node."""
+    machine = profile.machine
+    cpu = machine.device_type == "cpu"
+    known = load_device(machine.device_id) if machine.device_id in device_ids() else None
+    device = known or Device(
+        id=machine.device_id or "measured", name=machine.device_name, vendor="unknown", kind="cpu" if cpu else "gpu",
+        year=2000, memory=Memory(),
+    )  # fmt: skip
+    overhead_s, note = _host_s(profile)
+    if known is not None and not cpu and load_calibration().devices.get(known.id):
+        constants = None  # what training adds to such kernels is known
+    else:
+        constants = AS_MEASURED.model_copy(update={"launch_s": overhead_s})
+    notes = (note,) if note else ()
+    if machine.load_average is not None and machine.load_average > 0.5:
+        notes += (
+            f"the machine was busy while it was measured (load {machine.load_average:.1f}): the profile is suspect",
+        )
+    return Target(
+        place=Place(device, 1_000_000 if cpu else max(1, machine.num_devices)),  # processes of one CPU: one node
+        curves=profile_curves(profile, device),
+        devices=devices,
+        profile=f"{profile.name} ({machine.device_name}), measured {profile.created_at[:10]}",
+        cores=(machine.cores or 1) if cpu else None,
+        threads=(machine.threads or 1) if cpu else None,
+        memory_bytes=machine.memory_bytes,
+        peak_flops=None if known and not cpu else _best_rate(profile),
+        constants=constants,
+        notes=notes,
+    )
+
+
+def _host_s(profile: MachineProfile) -> tuple[float, str]:
+    """What the host adds to an operation beyond the operation timed alone: T1, T2 and T3 of a real step."""
+    means = [s.median_s for op in ("host_t1", "host_t2", "host_t3") for s in profile.of(op, what="mean")]
+    if means:
+        return sum(means), ""
+    return 0.0, "the profile has no host section: the host's time between operations is not in the step"
+
+
+def _best_rate(profile: MachineProfile) -> float | None:
+    rates = sorted(s.flops_per_s for s in profile.samples if s.op == "gemm" and s.flops_per_s)
+    return median(rates[-3:]) if rates else None

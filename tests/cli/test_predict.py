@@ -1,0 +1,177 @@
+"""`moestro predict` and `moestro validate`: what is printed, for people and machines, and every mistake answered."""
+
+import json
+from pathlib import Path
+
+import pytest
+from predict.test_predict import profile
+
+from moestro.hardware.profile import save_profile
+from moestro.predict import cache, constants
+
+from .helpers import Outcome, moestro
+
+PRESET = "olmoe-tiny"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no public samples: devices by their data sheets, at once."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(cache.FOLDER, str(folder))
+    monkeypatch.setattr(cache, "_known", {})
+    monkeypatch.setattr(cache, "_as_read", {})
+    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+    return folder
+
+
+def predict(*arguments: str) -> Outcome:
+    return moestro("predict", *arguments)
+
+
+def tree(*arguments: str) -> dict[str, object]:
+    done = predict(*arguments, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    save_profile(profile(), path)
+    return str(path)
+
+
+BF16 = ("train.dtype=bf16", "--hardware", "h100-8")
+
+
+class TestPredict:
+    def test_prints_time_memory_and_what_is_left_out(self) -> None:
+        done = predict("olmoe-1b-7b", "--hardware", "h100-8", "plan.ep=8")
+        assert done.code == 0
+        for text in (
+            "8 × NVIDIA H100 SXM", "dp=8 ep=8", "step", "tokens/s", "MFU", "989 TFLOP/s", "of 80.0 GB: fits",
+            "training", "cost", "energy", "experts", "communication, exposed", "optimizer", "activations",
+            "rests on:", "not included:", "ep ",
+        ):  # fmt: skip
+            assert text in done.out.replace("\u00a0", " "), text
+
+    def test_json_holds_the_same(self) -> None:
+        found = tree(PRESET, *BF16, "plan.dp=4")
+        assert found["devices"] == 4
+        step, time = found["step_s"], found["time"]
+        assert isinstance(step, dict)
+        assert isinstance(time, dict)
+        assert step["value"] == pytest.approx(time["total"])
+        assert found["plan"]["dp"] == 4  # type: ignore[index]
+        assert found["outlook"]["steps"] == pytest.approx(200)  # type: ignore[index]
+
+    def test_dp_is_what_the_devices_leave(self) -> None:
+        assert tree(PRESET, *BF16, "plan.pp=2", "train.micro_batch_size=1")["plan"]["dp"] == 4  # type: ignore[index]
+        found = tree(PRESET, *BF16, "plan.tp=2", "--devices", "4", "train.micro_batch_size=1")
+        assert found["plan"]["dp"] == 2  # type: ignore[index]
+
+    def test_without_a_plan_the_layout_is_the_trainers(self) -> None:
+        overrides = ("parallel.tp=2", "parallel.ep=2", "train.global_batch_size=8", "train.micro_batch_size=2")
+        plan = tree(PRESET, *BF16, *overrides)["plan"]
+        assert (plan["tp"], plan["dp"], plan["ep"], plan["etp"]) == (2, 4, 2, 2)  # type: ignore[index]
+
+    def test_workload_overrides(self) -> None:
+        found = tree(PRESET, *BF16, "workload.precision=fp8", "workload.global_batch_size=16", "plan.dp=8")
+        assert found["workload"]["precision"] == "fp8"  # type: ignore[index]
+        assert found["workload"]["global_batch_size"] == 16  # type: ignore[index]
+
+    def test_failures_and_prices(self) -> None:
+        plain = tree(PRESET, *BF16, "plan.dp=4", "--usd-per-hour", "2", "--tokens", "1e12")["outlook"]
+        failing = tree(
+            PRESET, *BF16, "plan.dp=4", "--usd-per-hour", "2", "--tokens", "1e12", "--mtbf-hours", "100"
+        )["outlook"]  # fmt: skip
+        assert isinstance(plain, dict)
+        assert isinstance(failing, dict)
+        assert plain["cost"]["usd"] == pytest.approx(plain["training_s"] * 4 * 2 / 3600)
+        assert 0 < failing["goodput"] < 1
+        assert failing["training_s"] == pytest.approx(plain["training_s"] / failing["goodput"])
+        assert failing["cost"]["usd"] == pytest.approx(plain["cost"]["usd"] / failing["goodput"])
+
+    def test_exact_agrees_with_the_closed_form_of_even_stages(self) -> None:
+        options = (PRESET, *BF16, "plan.pp=2", "plan.dp=1", "--devices", "2", "train.micro_batch_size=1")
+        closed, exact = tree(*options)["step_s"], tree(*options, "--exact")["step_s"]
+        assert exact["value"] == pytest.approx(closed["value"], rel=0.2)  # type: ignore[index]
+
+    def test_keeps_the_curves_for_the_next_time(self, own_cache: Path) -> None:
+        predict(PRESET, *BF16, "plan.dp=4")
+        assert [path.name.startswith("curves-h100_sxm-") for path in own_cache.iterdir()] == [True]
+
+    def test_a_measured_machine(self, measured: str, own_cache: Path) -> None:
+        done = predict(PRESET, "--profile", measured)
+        assert done.code == 0, done.err
+        assert "here (a CPU), measured 2026-01-02" in done.out
+        assert "host, waited for" in done.out
+        assert "cost" not in done.out
+        assert not own_cache.exists()
+        two = tree(PRESET, "--profile", measured, "--devices", "2", "parallel.ep=2")
+        assert two["plan"]["dp"] == 2  # type: ignore[index]
+
+    def test_beside_a_run(self, measured: str, tmp_path: Path) -> None:
+        from moestro.config import load_config, to_toml
+
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "config.toml").write_text(to_toml(load_config(PRESET, ()).config))
+        (run / "environment.json").write_text(json.dumps({"world_size": 1}))
+        steps = [{"kind": "train", "step": i + 1, "loss": 1.0, "step_s": 9.0 if i < 2 else 0.5} for i in range(8)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        done = predict("--from", str(run), "--profile", measured)
+        assert done.code == 0, done.err
+        line = next(line for line in done.out.splitlines() if line.startswith("measured"))
+        assert "0.50 s" in line
+        assert "predicted -" in line
+        assert tree("--from", str(run), "train.recompute=block", "--profile", measured)["plan"]["recompute"] == "block"  # type: ignore[index]
+
+    def test_writes_a_trace(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "trace.json"
+        assert predict(PRESET, *BF16, "plan.pp=2", "train.micro_batch_size=1", "--perfetto", str(path)).code == 0
+        assert {event["tid"] for event in json.loads(path.read_text())["traceEvents"]} == {0, 1}
+        assert len(list(path.parent.iterdir())) == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ((PRESET,), "--hardware NAME"),
+            ((PRESET, "--hardware", "h100-8", "--profile", "x"), "--hardware NAME"),
+            (("--hardware", "h100-8"), "give a preset"),
+            ((PRESET, "--from", "runs/x", "--hardware", "h100-8"), "give a preset"),
+            ((PRESET, "--hardware", "h100-9"), "Did you mean 'h100-8'"),
+            ((PRESET, "--hardware", "missing.toml"), "missing.toml"),
+            ((PRESET, "--profile", "nowhere"), "no profile at nowhere"),
+            ((PRESET, *BF16, "plan.tpp=2"), "Did you mean 'tp'"),
+            ((PRESET, *BF16, "plan.tp"), "is not an override"),
+            ((PRESET, *BF16, "plan.tp=x"), "plan.tp: Input should be a valid integer"),
+            ((PRESET, *BF16, "plan.tp=3"), "does not divide 8 devices"),
+            ((PRESET, *BF16, "plan.pp=8", "plan.dp=1"), "stages for 2 layers"),
+            ((PRESET, *BF16, "plan.ep=3", "plan.dp=4"), "does not divide dp"),
+            ((PRESET, *BF16, "plan.dp=16"), "needs 16 devices, and there are 8"),
+            ((PRESET, *BF16, "plan.dp=2", "--devices", "4"), "takes 2 devices"),
+            ((PRESET, *BF16, "--devices", "16"), "has 8 devices, not 16"),
+            ((PRESET, *BF16, "workload.precision=fp7"), "workload.precision"),
+            ((PRESET, *BF16, "model.hidden=3"), "Did you mean 'model.hidden_size'"),
+            ((PRESET, "--hardware", "a40-v100-mixed"), "mixes a40, v100"),
+            ((PRESET, *BF16, "plan.dp=4", "--tokens", "0"), "cannot train on 0 tokens"),
+            ((PRESET, *BF16, "plan.dp=4", "--mtbf-hours", "0"), "mtbf must be above 0"),
+        ],
+    )
+    def test_mistakes(self, arguments: tuple[str, ...], words: str) -> None:
+        done = predict(*arguments)
+        assert done.code == 2
+        assert words in done.err
+        assert len(done.err.splitlines()) <= 2
+
+
+HEADER = "source,model,hardware,gpus,layers,hidden,heads,seq_len,global_batch,micro_batch,tp,pp,precision,metric,value"
+
+
+@pytest.fixture
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "CALIBRATION", Path("missing"))
