@@ -58,7 +58,7 @@ SEGMENT = 3  # layers between checkpoints
 
 
 def run(progress: Progress) -> PaperResult:
-    """Everything; about 35 s of CPU time in one thread."""
+    """Everything; about 20 s of CPU time in one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     total = len(MEASURED) + 3

@@ -44,7 +44,7 @@ def run(progress: Progress) -> PaperResult:
     samples: list[Sample] = []
     for number, world in enumerate(WORLDS, 1):
         plan = Plan(MEASURED, PLATEAU, (world,), repeats=8)
-        samples += collective_profile(world, quick=True, plan=plan, limit_s=12).samples
+        samples += collective_profile(world, quick=True, plan=plan, limit_s=25).samples
         progress(number, len(WORLDS) + 1, "collectives on gloo ranks")
     checks = (check_agreement(samples), check_factors(), check_all_to_all(), check_order(), check_slow_network())
     progress(len(WORLDS) + 1, len(WORLDS) + 1, "checks")
@@ -54,6 +54,9 @@ def run(progress: Progress) -> PaperResult:
 
 
 # On gloo ranks.
+
+CLAIM = "Bus bandwidth makes collectives comparable: at their plateau they agree within 10 %"
+PUBLISHED = f"the paper reports bus bandwidth for this reason; {NOT_READ}"
 
 
 def bus_rates(samples: Sequence[Sample], ranks: int, rate: Callable[[Sample], float] | None = None) -> dict[str, float]:
@@ -72,13 +75,15 @@ def check_agreement(samples: Sequence[Sample]) -> Check:
     shown, spreads = [], []
     for ranks in WORLDS:
         bus = bus_rates(samples, ranks)
+        if len(bus) < len(MEASURED):
+            return _too_busy(ranks, bus)
         plain = bus_rates(samples, ranks, lambda s: algbw(s.number("bytes"), s.median_s) / 1e9)
         within += [abs(bus[op] / bus[REFERENCE] - 1) <= AGREE for op in MEASURED if op != REFERENCE]
         shown.append(f"{ranks} ranks: " + ", ".join(f"{op} {bus[op]:.2f}" for op in MEASURED) + " GB/s")
         spreads.append(f"{_spread(plain):.1f} to {_spread(bus):.1f} times over {ranks} ranks")
     return Check(
-        claim="Bus bandwidth makes collectives comparable: at their plateau they agree within 10 %",
-        published=f"the paper reports bus bandwidth for this reason; {NOT_READ}",
+        claim=CLAIM,
+        published=PUBLISHED,
         ours="; ".join(shown),
         how="measured",
         verdict=majority_of(within),
@@ -86,6 +91,17 @@ def check_agreement(samples: Sequence[Sample]) -> Check:
         f"takes the largest over the smallest rate from {'; '.join(spreads)}. Gloo ranks on one machine of two cores "
         "share no link that could level them: they copy through memory, add on the same cores, and 4 ranks take turns "
         "on them. So busbw is no guide between operations there; of GPUs on links of their own this says nothing.",
+    )
+
+
+def _too_busy(ranks: int, found: Mapping[str, float]) -> Check:
+    return Check(
+        claim=CLAIM,
+        published=PUBLISHED,
+        ours=f"{len(found)} of {len(MEASURED)} collectives over {ranks} ranks were measured",
+        how="measured",
+        verdict="not reproducible here",
+        note="The rest did not fit into the time: the machine is busy. Run it again when it is idle.",
     )
 
 
@@ -281,6 +297,6 @@ def check_slow_network() -> Check:
         ours=f"{large:.2f} times with 4 GiB, {small:.2f} times with 1 KiB; bandwidths differ {ratio:g} times",
         how="simulated",
         verdict=verdict_of([abs(large / ratio - 1) <= 0.05, small <= 1.05]),
-        note="The rest up to ten is what the links inside the node take besides. A figure of the data sheet would have "
-        "made every prediction for this pair ten times too good: measure.",
+        note="The rest up to ten is what the links inside the node take besides. A figure of the data sheet would "
+        "have made predictions of large exchanges ten times too good for this pair: measure.",
     )

@@ -107,8 +107,8 @@ def check_waves() -> Check:
         verdict=majority_of(better),
         note="max(compute, memory) + fixed with the best tile of a menu, fitted to half of the public records of a "
         f"device and dtype ({len(DEVICES)} devices, {' and '.join(DTYPES)}), median error on the other half. Most "
-        f"gain: {most[0]} {most[1]}, {pairs[most][0]:.1%} → {pairs[most][1]:.1%}. Most records have sizes that are powers "
-        "of two, and libraries split the depth and choose tiles so that waves are full.",
+        f"gain: {most[0]} {most[1]}, {pairs[most][0]:.1%} → {pairs[most][1]:.1%}. Most records have sizes that are "
+        "powers of two, where few products end in a part of a wave.",
     )
 
 

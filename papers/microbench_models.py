@@ -93,12 +93,16 @@ def shapes() -> list[Shape]:
 
 def measure_products(progress: Progress) -> list[Sample]:
     cases = [gemm_case(CPU, *shape, "fp32") for shape in shapes()]
-    return measure_cases(cases, CPU, seconds_per_case=CASE_S, progress=progress).samples
+    return measure_cases(
+        cases, CPU, seconds_per_case=CASE_S, progress=lambda done, total, _: progress(done, total, "products")
+    ).samples
 
 
 def measure_copies(progress: Progress) -> list[Sample]:
     cases = [memory_case(CPU, "copy", size) for size in COPIES]
-    return measure_cases(cases, CPU, seconds_per_case=COPY_S, progress=progress).samples
+    return measure_cases(
+        cases, CPU, seconds_per_case=COPY_S, progress=lambda done, total, _: progress(done, total, "copies")
+    ).samples
 
 
 def best_of(samples: Sequence[Sample]) -> list[Sample]:
@@ -188,7 +192,7 @@ def check_held_out(samples: Sequence[Sample], sheet: Roofline, load: float) -> C
     """The published skeleton and our curve, fitted to half of the products, and the data sheet, on the other half."""
     seen, unseen = halves(samples)
     calibrated, curve = fit_calibrated(seen), fit_gemm(seen, "fp32", None, None, None)
-    found = {
+    found: dict[str, Sequence[float] | Floats] = {
         "rate, bandwidth and fixed cost": calibrated.seconds(unseen),
         "our curve": _curve_seconds(curve, unseen),
         "data sheet": sheet.seconds(unseen),

@@ -160,7 +160,7 @@ def check_backward(apart: Sequence[Apart]) -> Check:
         how="measured",
         verdict=verdict_of([ratio > 1 for ratio in ratios]),
         note="Backward over forward, gaps included. The loss makes its gradients in the forward pass, so these ratios "
-        "are below the 2 of the FLOPs. The same steps as above.",
+        "are below the 2 of the FLOPs. Of one profiled step each, the same as above.",
     )
 
 

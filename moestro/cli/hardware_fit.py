@@ -67,13 +67,13 @@ def _judge_compute(path: Path | None, other: Path | None, only: str, console: "C
         with _bar("fitting") as progress:
             curves, refused = fit_curves(groups, progress)
         verdicts = left_out(groups, curves)
-        _show(console, "Error on fifths left out of the fit", verdicts)
+        _show(console, "Error on fifths left out of the fit", verdicts, only)
     else:
         rows, odd = read_gemm(other)
         _say_read(console, "rows to predict", other, len(rows), odd)
         with _bar("fitting") as progress:
             verdicts, refused = against(samples, _of(rows, only), progress)
-        _show(console, f"Error on rows of {other.name} that are not in the fit", verdicts)
+        _show(console, f"Error on rows of {other.name} that are not in the fit", verdicts, only)
         unusable = _added(unusable, odd)
     _say_counts(console, "without a prediction", refused)
     return {"rows": [_tree(v) for v in verdicts], "unusable": unusable, "unpredicted": refused}
@@ -90,12 +90,12 @@ def _judge_collectives(path: Path | None, other: Path | None, only: str, console
     if other is None:
         reports = held_out_table(_of(samples, only))
         verdicts = [Verdict(r.what, r.samples, r.form, r.held_out_median, r.held_out_p90) for r in reports]
-        _show(console, "Error on collectives left out", verdicts)
+        _show(console, "Error on collectives left out", verdicts, only)
     else:
         rows, odd = read_collectives(other)
         _say_read(console, "rows to predict", other, len(rows), odd)
         verdicts, refused = against_collectives(samples, _of(rows, only))
-        _show(console, f"Error on rows of {other.name} that are not in the fit", verdicts)
+        _show(console, f"Error on rows of {other.name} that are not in the fit", verdicts, only)
         unusable = _added(unusable, odd)
     _say_counts(console, "without a prediction", refused)
     return {"rows": [_tree(v) for v in verdicts], "unusable": unusable, "unpredicted": refused}
@@ -119,11 +119,11 @@ def _say_counts(console: "Console", title: str, counts: dict[str, int]) -> None:
         console.print(f"  {count:,} rows {title}: {reason}", markup=False, style="dim")
 
 
-def _show(console: "Console", title: str, verdicts: "list[Verdict]") -> None:
+def _show(console: "Console", title: str, verdicts: "list[Verdict]", device: str) -> None:
     from rich.table import Table
 
     if not verdicts:
-        console.print("nothing to judge: no rows of this kind", markup=False)
+        console.print(f"nothing to judge: no rows of {device or 'this kind'}", markup=False)
         return
     sheets, elsewhere = (any(getattr(v, name) is not None for v in verdicts) for name in ("sheet", "elsewhere"))
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")

@@ -33,7 +33,7 @@ def claim(
     if not flops and not moved:
         raise MoestroError("nothing bounds this claim; give --flops, --bytes or both")
     of = load_device(device)
-    known = [*of.peak_tflops, *of.vector_tflops, *of.support]
+    known: list[str] = [*of.peak_tflops, *of.vector_tflops, *of.support]
     peak = of.peak_flops(dtype) if dtype in known else None  # type: ignore[arg-type]
     if peak is None:
         raise MoestroError(f"no peak of {of.name} in '{dtype}' is known.{nearest(dtype, known)}")
@@ -82,9 +82,10 @@ def compare(
     from moestro.predict.comparability import compare as compare_manifests
     from moestro.predict.comparability import read_manifest
 
-    if figure not in FIGURES:
+    wanted: Figure | None = next((name for name in FIGURES if name == figure), None)
+    if wanted is None:
         raise MoestroError(f"no figure '{figure}'.{nearest(figure, FIGURES)} Known: {', '.join(FIGURES)}")
-    result = compare_manifests(read_manifest(Path(first)), read_manifest(Path(second)), figure, vary or ())  # type: ignore[arg-type]
+    result = compare_manifests(read_manifest(Path(first)), read_manifest(Path(second)), wanted, vary or ())
     if as_json:
         _print_json(
             {
@@ -109,8 +110,8 @@ def _tell(verdicts: "list[Verdict]", checked: int, unusable: dict[str, int], as_
             name = f"{verdict.name}: " if verdict.name else ""
             typer.echo(f"{name}{'possible' if verdict.possible else 'impossible'}: {verdict.reason}")
         if checked != 1 or unusable:
-            skipped = f"; {sum(unusable.values()):,} rows say too little to check" if unusable else ""
-            typer.echo(f"{checked:,} figures checked, {len(wrong)} impossible{skipped}")
+            skipped = f"; rows that say too little to check: {sum(unusable.values()):,}" if unusable else ""
+            typer.echo(f"figures checked: {checked:,}; impossible: {len(wrong)}{skipped}")
     if wrong:
         raise typer.Exit(1)
 
@@ -129,11 +130,11 @@ def _print_comparison(result: "Comparison") -> None:
         console.print(table)
     untold = sum(not difference.told for difference in result.against)
     if result.comparable:
-        console.print(f"comparable in {result.figure}; {len(result.other)} differences do not bear on it")
+        console.print(f"comparable in {result.figure}; differences that do not bear on it: {len(result.other)}")
         return
-    told = f", {untold} of them told of one run only" if untold else ""
+    told = f" ({untold} told of one run only)" if untold else ""
     console.print(
-        f"not comparable in {result.figure}: {len(result.against)} differences bear on it{told}. "
+        f"not comparable in {result.figure}; differences that bear on it: {len(result.against)}{told}. "
         "Name with --vary what the comparison is about."
     )
 

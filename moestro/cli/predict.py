@@ -68,7 +68,7 @@ def predict(
         workload,
         plan,
         target,
-        tokens=tokens or float(config.train.steps) * workload.tokens,
+        tokens=float(config.train.steps) * workload.tokens if tokens is None else tokens,
         usd_per_hour=usd_per_hour,
         faults=None if mtbf_hours is None else (mtbf_hours * 3600, checkpoint_s, restart_s),
         measured_s=measured_s,
@@ -206,18 +206,13 @@ def _keep(target: "Target") -> None:
 
 def _write_trace(path: Path, workload: "Workload", plan: "Plan", target: "Target") -> None:
     import json
-    import os
 
+    from moestro.config.files import write_whole
     from moestro.graph.count import count_step
     from moestro.predict.perfetto import pipeline_trace
     from moestro.predict.predict import price_step
 
     costs = price_step(count_step(workload, plan), workload, plan, target)
     trace = pipeline_trace(costs, plan, target.constants_for(workload, plan.world_size))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(trace))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(trace))

@@ -98,8 +98,6 @@ def print_prediction(
     console.print(_summary(found, outlook, workload))
     console.print()
     console.print(_time_table(found.time))
-    if plan.pp > 1 and found.time.by_dimension:
-        console.print()
     _print_communication(console, found.time)
     console.print()
     console.print(_memory_table(found.memory))
@@ -157,9 +155,8 @@ def _summary(found: "Prediction", outlook: Outlook, workload: "Workload") -> "Ta
     table.add_row("training", duration(outlook.training_s), rows)
     if outlook.cost is not None:
         rate = outlook.cost.rate
-        table.add_row(
-            "cost", f"${outlook.cost.usd:,.0f}", f"${rate.usd_per_hour:,.2f} a device and hour ({rate.source})"
-        )
+        source = rate.source.partition(":")[0]  # the whole of it is long: `moestro hardware show` has it
+        table.add_row("cost", f"${outlook.cost.usd:,.0f}", f"${rate.usd_per_hour:,.2f} a device and hour ({source})")
     if outlook.energy is not None:
         kwh = outlook.energy.kwh * outlook.steps
         watts = f"{outlook.energy.wall_w:,.0f} W a device from the wall"

@@ -17,6 +17,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, bool) and not (isinstance(value, str) and value == "none"):
+            return value  # nearly always; public records are many thousand samples of twelve fields
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = (annotation, *get_args(annotation))
         if isinstance(value, str) and value == "none" and NoneType in kinds:

@@ -41,10 +41,11 @@ class Workload(Section):
     # Head and loss in blocks of tokens: the logits are never whole in memory, and a tensor rank holds the whole
     # vocabulary. Otherwise tensor ranks hold parts of the vocabulary.
     fused_loss: bool = True
-    # Experts read their tokens in place, so that backward keeps index lists and the products of the first matrices
-    # only (MoEBlaze, arXiv 2601.05296; our trainer). Otherwise the gathered rows, the activation and the results too.
-    lean_experts: bool = False
-    wide_norms: bool = False  # norms keep an fp32 copy of their 16-bit input (torch's between casts; our trainer)
+    # Whose habits: Megatron's, or our trainer's. Ours keeps weights in fp32, without a 16-bit copy. Its experts read
+    # their tokens in place, so that backward keeps index lists and first products only (MoEBlaze, arXiv 2601.05296);
+    # its norms keep an fp32 copy of a 16-bit input, and its tensor ranks the tokens they gathered. Slices of experts
+    # gather tokens before the exchange, not rows after it. What tensor ranks hold whole is reduced among them too.
+    trainer: Literal["megatron", "moestro"] = "megatron"
     dropout: bool = False  # after attention, after the feed-forward and on the scores: masks are kept
     # Of each encoder of the model, items (images, sounds) in a sequence, on average; (): none.
     media_items: tuple[float, ...] = ()
@@ -72,6 +73,8 @@ class Plan(Section):
     etp: Size = 1
     sequence_parallel: bool = True  # between tp regions activations are cut along the sequence; no effect with tp = 1
 
+    context: Literal["ring", "all_gather"] = "ring"  # with cp: other ranks' keys pass by, or are gathered and kept
+
     micro_batch_size: Size = 1  # sequences
     schedule: Schedule = "1f1b"
     vpp: Size = 1  # chunks of layers on each pipeline rank
@@ -98,8 +101,6 @@ class Plan(Section):
     # two_hop: a copy for each (token, node) between nodes of `ranks_per_node` ranks, for each (token, expert) inside.
     dispatch: Literal["all_to_all", "deduplicated", "two_hop", "all_gather"] = "all_to_all"
     ranks_per_node: int | None = Field(None, ge=1)  # that fast links join; only two_hop asks
-    # With slices of experts: gather the rows that came to them among the etp ranks, or (our trainer) their tokens before.
-    etp_gathers: Literal["rows", "tokens"] = "rows"
     capacity_factor: float | None = Field(None, gt=0)  # None: the model's, or dropless
     offload: Literal["none", "optimizer", "activations"] = "none"
 

@@ -35,6 +35,8 @@ def attention(tape: Tape, model: ModelConfig, layer: int, sequences: int, length
     # Keys and values of the other context ranks. Counted for all_gather; a ring carries the same bytes.
     gathered = plan.cp * tokens * kv_width
     tape.exchange("all_gather", "attention", "keys and values", "cp", plan.cp, gathered, overlap=True)
+    if plan.context == "all_gather":
+        tape.save((plan.cp - 1) * tokens * kv_width)
     exact = _keys_seen(model, layer, length)
     seen = round(2 * exact - 1)
     tape.attention((sequences, local, seen, *heads[:4]), seen=exact)
@@ -53,18 +55,13 @@ def attention(tape: Tape, model: ModelConfig, layer: int, sequences: int, length
     tape.dropped(tokens * model.hidden_size)
 
 
-def _save_input(tape: Tape, tokens: int, hidden: int) -> None:
-    """The normalised input that the projections share; selective recomputation makes it again from the norm's."""
-    tape.save(tokens * hidden / (tape.plan.tp if tape.plan.sequence_parallel else 1), cheap=True)
-
-
 def _grouped_query(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
     """Projections and rotation."""
     tp, hidden, dim = tape.plan.tp, model.hidden_size, model.resolved_head_dim
     heads, kv_heads = model.num_heads // tp, max(1, model.resolved_num_kv_heads // tp)
     width = (heads + 2 * kv_heads) * dim
     tape.enter_tensor("attention", tokens, hidden)
-    _save_input(tape, tokens, hidden)
+    tape.save_entered(tokens, hidden)
     tape.gemm("attention", "qkv", tokens, width, hidden)
     tape.own(heads * dim, hidden, cut="rows")
     tape.own(kv_heads * dim, hidden, times=2, cut="rows")
@@ -73,7 +70,7 @@ def _grouped_query(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
         _head_router(tape, model.attention_experts.num_experts, tokens, hidden, heads * dim)
     if model.qk_norm != "none":
         tape.memory("attention", "norm of queries and keys", tokens * (heads + kv_heads) * dim, 2, 3)
-        tape.save(tokens * (heads + kv_heads) * dim)
+        tape.save_normed(tokens, (heads + kv_heads) * dim)
         whole = model.num_heads + model.resolved_num_kv_heads
         tape.save(tokens * (heads + kv_heads if model.qk_norm == "head" else 2), width=4)
         tape.own_vectors(2 * dim if model.qk_norm == "head" else whole * dim)
@@ -109,17 +106,18 @@ def _latent(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
     query, up = heads * mla.qk_head_dim, heads * (mla.nope_head_dim + mla.v_head_dim)
     latent = mla.kv_rank + mla.rope_head_dim
     local = tokens // plan.tp if plan.sequence_parallel else tokens
-    _save_input(tape, tokens, hidden)
+    tape.save(local * hidden, cheap=True)
     if mla.q_rank is not None:
         tape.gemm("attention", "q down", local, mla.q_rank, hidden)
         tape.memory("attention", "norm of the query latent", local * mla.q_rank, 2, 3)
-        tape.save(local * mla.q_rank)
+        tape.save_normed(local, mla.q_rank)
         tape.save(local, width=4)
         tape.own(mla.q_rank, hidden)
         tape.own_vectors(mla.q_rank)
     tape.gemm("attention", "kv down", local, latent, hidden)
     tape.memory("attention", "norm of the latent", local * mla.kv_rank, 2, 3)
-    tape.save(local * latent)
+    # A copy of the latent, or all of the projection that it is part of.
+    tape.save_normed(local, mla.kv_rank if tape.ours and tape.width < 4 else latent)
     tape.save(local, width=4)
     tape.own(latent, hidden)
     tape.own_vectors(mla.kv_rank)
@@ -143,7 +141,7 @@ def _convolutional(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
     heads, kv_heads = model.num_heads // tp, max(1, model.resolved_num_kv_heads // tp)
     channels = (heads + kv_heads) * dim
     tape.enter_tensor("attention", tokens, hidden)
-    _save_input(tape, tokens, hidden)
+    tape.save_entered(tokens, hidden)
     tape.gemm("attention", "queries and keys", tokens, channels, hidden)
     tape.gemm("attention", "values", tokens, kv_heads * dim, hidden)
     taps = 2.0 * tokens * channels * cca.depthwise_taps

@@ -14,15 +14,13 @@ def workload_of(config: Config, software: str = "") -> Workload:
         MoestroError: the vocabulary's size is in a tokenizer's file.
     """
     config = config.in_phase(0)
-    moe = config.model.moe
     return Workload(
         model=resolved_model(config),
         seq_len=config.data.seq_len,
         global_batch_size=config.train.global_batch_size,
         precision=config.train.dtype,
         optimizer=config.optim.name,
-        wide_norms=config.train.dtype == "bf16",
-        lean_experts=moe is not None and moe.experts != "reference",
+        trainer="moestro",
         software=software,
     )
 
@@ -50,6 +48,7 @@ def plan_of(config: Config, world_size: int, ranks_per_node: int | None = None) 
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.tp if config.model.moe is not None else 1,
+        context=parallel.context,
         micro_batch_size=layout.micro_batch_size,
         schedule=layout.schedule,
         vpp=len(layout.stages) // layout.pp,
@@ -63,7 +62,6 @@ def plan_of(config: Config, world_size: int, ranks_per_node: int | None = None) 
         expert_chunks=_chunks(config, layout),
         expert_recompute=train.expert_recompute,
         dispatch="deduplicated" if parallel.dispatch in ("all_to_all", "leader") else parallel.dispatch,
-        etp_gathers="tokens",
         ranks_per_node=layout.ranks_per_node if parallel.dispatch == "two_hop" else None,
     )
 
@@ -105,6 +103,7 @@ def overrides_of(plan: Plan) -> list[str]:
         "parallel.ep": plan.ep,
         # One rank has nothing to split, and then the trainer decides.
         "parallel.zero": plan.zero if plan.world_size > plan.pp or plan.zero == 0 else "none",
+        "parallel.context": plan.context,
         "train.micro_batch_size": plan.micro_batch_size,
         "train.recompute": plan.recompute,
         "train.expert_chunks": plan.expert_chunks,

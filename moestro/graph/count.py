@@ -38,7 +38,7 @@ def count_step(workload: Workload, plan: Plan) -> StepGraph:
         model_flops=pieces.flops_per_token * workload.tokens,
         stages=tuple(stages),
         ranks=_rank_steps(workload, plan, stages, pieces),
-        notes=_notes(workload),
+        notes=_notes(workload, plan),
     )
 
 
@@ -70,7 +70,7 @@ def _recomputed(model: ModelConfig, plan: Plan, layers: range, last: bool) -> in
 
 def _rank_steps(workload: Workload, plan: Plan, stages: list[Stage], pieces: Pieces) -> tuple[RankStep, ...]:
     """Ranks with equal stages do the same; as pieces, so are these kept for later graphs."""
-    shared = plan.pp > 1 and (workload.model.tie_embeddings or workload.model.mtp is not None)
+    shared = stages[0].rank != stages[-1].rank and (workload.model.tie_embeddings or workload.model.mtp is not None)
     ends = (stages[0].rank, stages[-1].rank) if shared else ()
     own: list[list[Parameters]] = [[] for _ in range(plan.pp)]
     for stage in stages:
@@ -88,8 +88,12 @@ def _rank_steps(workload: Workload, plan: Plan, stages: list[Stage], pieces: Pie
     return tuple(ranks)
 
 
-def _notes(workload: Workload) -> tuple[str, ...]:
+def _notes(workload: Workload, plan: Plan) -> tuple[str, ...]:
     model, notes = workload.model, []
     if model.encoders and not workload.media_items:
         notes.append("no images or sounds: the encoders' weights are counted, their work is not (media_items)")
+    if model.moe is not None and model.moe.null_experts:
+        notes.append("choices of null experts are counted as if experts worked on them")
+    if workload.optimizer == "muon" and plan.shard_ranks > 1:
+        notes.append("what Muon sends to bring matrices together that ranks hold slices of is not counted")
     return tuple(notes)

@@ -15,7 +15,7 @@ def dense(tape: Tape, model: ModelConfig, tokens: int) -> None:
     assert model.intermediate_size is not None
     hidden, width = model.hidden_size, model.intermediate_size // tape.plan.tp
     tape.enter_tensor("dense", tokens, hidden)
-    tape.save(tokens * hidden / (tape.plan.tp if tape.plan.sequence_parallel else 1), cheap=True)
+    tape.save_entered(tokens, hidden)
     _two_products(tape, "dense", tokens, hidden, width, matrices_of(model.activation))
     tape.leave_tensor("dense", tokens, hidden)
     tape.dropped(tokens * hidden)
@@ -38,6 +38,8 @@ def mixture(tape: Tape, model: ModelConfig, layer: int, tokens: int) -> None:
     if moe.num_shared_experts:
         width = moe.num_shared_experts * moe.expert_hidden_size // plan.tp
         tape.enter_tensor("shared experts", tokens, hidden)
+        if tape.ours and plan.tp > 1:  # otherwise it is the router's
+            tape.save(tokens * hidden)
         _two_products(tape, "shared experts", tokens, hidden, width, matrices)
         tape.leave_tensor("shared experts", tokens, hidden)
     _experts(tape, moe, local, model.top_k_of_layer(layer), outer)
@@ -64,7 +66,7 @@ def _experts(tape: Tape, moe: MoEConfig, local: int, top_k: int, outer: int) -> 
 def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) -> None:
     """MemFine's unit (arXiv 2511.21431): some tokens of this rank through dispatch, experts and combine."""
     plan, matrices = tape.plan, matrices_of(moe.activation)
-    first = plan.etp > 1 and plan.etp_gathers == "tokens"
+    first = plan.etp > 1 and tape.ours
     if first:
         tape.exchange("all_gather", "dispatch", "tokens of the slices", "etp", plan.etp, plan.etp * tokens * outer)
         tokens *= plan.etp
@@ -78,7 +80,7 @@ def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) ->
     width, held = moe.resolved_expert_hidden_size // plan.etp, moe.resolved_num_experts // plan.ep
     up = (matrices - 1) * width
     tape.grouped("experts", "up", held, round(rows), up, outer)
-    if tape.workload.lean_experts:
+    if tape.ours:
         tape.memory("experts", "activation", rows * width, matrices, 2 * matrices - 1)
         tape.save(rows * up)
         tape.save(rows, width=20)  # a row's place, token and weight
@@ -164,11 +166,28 @@ def _exchange(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: i
             size = plan.ep * tokens * hidden
             tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
         else:
-            sent = _sent(moe, plan.ep, tokens, copies, top_k) if plan.dispatch == "deduplicated" else copies
-            tape.exchange("all_to_all", "dispatch", name, "ep", plan.ep, sent * hidden, overlap=plan.overlap_dispatch)
+            once = plan.dispatch == "deduplicated"
+            sent = _sent(moe, plan.ep, tokens, copies, top_k) if once else copies
+            extra = _packing(tape, sent, hidden, top_k) if once and not back else (0.0, 0.0)
+            tape.exchange(
+                "all_to_all", "dispatch", name, "ep", plan.ep, sent * hidden, overlap=plan.overlap_dispatch, extra=extra
+            )
         tape.memory("dispatch", f"{name}: order by expert", copies * hidden, 2, 2)
     if back:
         tape.memory("dispatch", "weighted sum", copies * hidden, 2, 3, launches=2)
+
+
+def _packing(tape: Tape, rows: float, hidden: int, top_k: int) -> tuple[float, float]:
+    """What our trainer's rows carry besides a token: its weights (fp32) and, forward, its ids (int32), aligned."""
+    if not tape.ours:
+        return 0.0, 0.0
+    weights_end = _aligned(hidden * tape.width, 8) + 4 * top_k
+    sizes = _aligned(weights_end + 4 * top_k, 16), _aligned(weights_end, 16)
+    return rows * (sizes[0] - hidden * tape.width), rows * (sizes[1] - hidden * tape.width)
+
+
+def _aligned(size: int, to: int) -> int:
+    return -(-size // to) * to
 
 
 def _two_hop(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: int, hidden: int, name: str) -> None:

@@ -11,7 +11,7 @@ from moestro.config.plan import Plan, Workload
 from moestro.graph.attention import attention
 from moestro.graph.feedforward import dense, mixture
 from moestro.graph.media import encoders
-from moestro.graph.tape import Tape, stream_bytes
+from moestro.graph.tape import Tape, expert_shards, stream_bytes, weight_bytes
 from moestro.graph.words import Collective, Dimension, Matrices, Node, Parameters, Piece, RankStep, Run, Saved
 
 # What no piece depends on; everything else is part of a piece's key.
@@ -38,7 +38,9 @@ _KNOWN: dict[tuple[object, ...], "Pieces"] = {}
 
 def pieces_of(workload: Workload, plan: Plan) -> "Pieces":
     """The pieces of this workload under this plan, made now or before."""
-    sharded = (plan.shard_ranks, plan.expert_data_ranks) if plan.zero == 3 else None
+    sharded = None
+    if sharded_passes(workload, plan):
+        sharded = (plan.zero, plan.dp, plan.shard_ranks, plan.expert_data_ranks)
     key = (
         *(value for name, value in workload.__dict__.items() if name not in OUTSIDE_WORKLOAD),
         *(value for name, value in plan.__dict__.items() if name not in OUTSIDE_PLAN),
@@ -98,18 +100,19 @@ class Pieces:
                 runs += [Run(ahead, 1, int(again > 0)), Run(self._piece("ahead head", self._ahead_head))]
         return tuple(runs)
 
-    def _piece(self, name: object, write: Callable[[Tape], None], inputs: int = 1) -> Piece:
-        """inputs: tensors of the stream's size that recomputation starts from."""
+    def _piece(self, name: object, write: Callable[[Tape], int], inputs: int = 1) -> Piece:
+        """write: returns how many of the parameters are not a layer's. inputs: tensors of the stream's size that
+        recomputation starts from."""
         if name not in self._pieces:
             tape = Tape(self.workload, self.plan)
-            write(tape)
-            self._pieces[name] = self._finish(tape, inputs)
+            root = write(tape)
+            self._pieces[name] = self._finish(tape, inputs, root)
         return self._pieces[name]
 
     def _embedding(self) -> Piece:
         """The table and the encoders, which are where the first layer is."""
 
-        def write(tape: Tape) -> None:
+        def write(tape: Tape) -> int:
             tape.memory("embedding", "look-up", self.local * self.model.hidden_size, 2, 2)
             tape.save(self.local, width=8)
             self._own_vocabulary(tape)
@@ -119,6 +122,7 @@ class Pieces:
                 tape.own_vectors(2 * self.model.hidden_size)
                 tape.save(self.local * self.model.hidden_size, width=4 if self.model.residual_fp32 else None)
             encoders(tape, self.model)
+            return tape.dense
 
         return self._piece("embedding", write)
 
@@ -127,16 +131,17 @@ class Pieces:
         model = self.model
         copies = (not model.tie_embeddings) + (cut and (model.tie_embeddings or model.mtp is not None))
 
-        def write(tape: Tape) -> None:
+        def write(tape: Tape) -> int:
             tape.norm("norms", "last norm", self.local, model.hidden_size, stream=True)
             tape.own_vectors(model.hidden_size)
             for _ in range(copies):
                 self._own_vocabulary(tape)
             self._logits(tape)
+            return tape.dense
 
         return self._piece(("head", copies), write)
 
-    def _ahead(self, tape: Tape, kind: Kind) -> None:
+    def _ahead(self, tape: Tape, kind: Kind) -> int:
         """A block of multi-token prediction: two norms and a projection before a layer (DeepSeek-V3, 2412.19437)."""
         hidden = self.model.hidden_size
         tape.memory("embedding", "look-up", self.local * hidden, 2, 2)
@@ -147,13 +152,16 @@ class Pieces:
         tape.save(self.local * 2 * hidden)
         tape.own(hidden, 2 * hidden)
         tape.own_vectors(3 * hidden)
+        root = tape.dense
         self._block(tape, kind)
+        return root
 
-    def _ahead_head(self, tape: Tape) -> None:
+    def _ahead_head(self, tape: Tape) -> int:
         tape.norm("multi-token prediction", "last norm", self.local, self.model.hidden_size, stream=True)
         self._logits(tape)
+        return 0
 
-    def _block(self, tape: Tape, kind: Kind) -> None:
+    def _block(self, tape: Tape, kind: Kind) -> int:
         plan, model = self.plan, self.model
         length, hidden = self.workload.seq_len, model.hidden_size
         if kind.deep:
@@ -177,6 +185,7 @@ class Pieces:
         else:
             dense(tape, model, tokens)
         tape.memory("norms", "residual of feed-forward", local * hidden, 3, 0)
+        return 0
 
     def _choose_tokens(self, tape: Tape) -> None:
         """Mixture of depths: a router over all tokens, and a causal one that foretells its choice."""
@@ -213,19 +222,35 @@ class Pieces:
         else:
             tape.own(vocab // self.plan.tp, hidden, cut="rows", muon=False)
 
-    def _finish(self, tape: Tape, inputs: int) -> Piece:
+    def _finish(self, tape: Tape, inputs: int, root: int) -> Piece:
         plan, parameters = self.plan, tape.parameters()
         forward, backward = tuple(tape.forward), tape.backward()
         again: tuple[Node, ...] = ()
         kept = tape.saved
         if plan.recompute == "block":
-            again, kept = forward, float(inputs * self.local * stream_bytes(self.workload))
+            again, kept = _again(tape), float(inputs * self.local * stream_bytes(self.workload))
         elif plan.recompute == "selective":
             again, kept = tuple(tape.cheap_nodes), tape.saved - tape.cheap_saved
-        if plan.zero == 3 and plan.shard_ranks > 1:
-            gather, scatter = _sharded(plan, parameters, tape)
-            forward, backward = (*gather, *forward), (*gather, *backward, *scatter)
+        before, between, after = _sharded(self.workload, plan, parameters, root, tape)
+        forward, backward = (*before, *forward), (*between, *backward, *after)
         return Piece(forward, backward, tuple(tape.weight), again, tape.saved, kept, tape.transient, parameters)
+
+
+def _again(tape: Tape) -> tuple[Node, ...]:
+    """What recomputing a layer runs. Ours stops as soon as all is there that backward wants: it does without the last
+    product and what follows it, or without the way back from experts, unless the residual's scales want that too."""
+    if not tape.ours or tape.workload.model.residual_scaling != "none":
+        return tuple(tape.forward)
+    shared = any(node.part == "shared experts" for node in tape.forward)
+    mixed = any(node.part == "experts" for node in tape.forward)
+    last = "shared experts" if shared else "dense"
+
+    def spared(node: Node) -> bool:
+        if node.part == "dispatch":
+            return not shared and node.name.startswith(("combine", "weighted sum"))
+        return node.part == last and node.name in ("down", "tokens out") and (shared or not mixed)
+
+    return tuple(node for node in tape.forward if not spared(node) and node.name != "residual of feed-forward")
 
 
 def _kinds(model: ModelConfig) -> tuple[Kind, ...]:
@@ -246,25 +271,47 @@ def _kinds(model: ModelConfig) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
-def _sharded(plan: Plan, parameters: Parameters, tape: Tape) -> tuple[list[Collective], list[Collective]]:
-    """ZeRO-3: a piece's weights are gathered before each pass, and its gradients scattered after the backward one."""
-    gather, scatter = [], []
-    experts = min(plan.shard_ranks, plan.expert_data_ranks)
+def sharded_passes(workload: Workload, plan: Plan) -> bool:
+    """Whether each micro-batch gathers weights and scatters gradients: ZeRO-3, and our trainer's ZeRO-2 when there is
+    no pipeline to hold them back."""
+    ours = workload.trainer == "moestro" and plan.zero == 2 and plan.pp == 1
+    return (plan.zero == 3 or ours) and plan.shard_ranks > 1
+
+
+def _sharded(
+    workload: Workload, plan: Plan, parameters: Parameters, root: int, tape: Tape
+) -> tuple[list[Node], list[Node], list[Node]]:
+    """A piece's weights are gathered before each pass, and its gradients scattered after the backward one.
+
+    root: of the dense parameters, those that our trainer gathers once for both passes, as ZeRO-2 does with all.
+    """
+    before, between, after = list[Node](), list[Node](), list[Node]()
+    if not sharded_passes(workload, plan):
+        return before, between, after
     reduced = 4 if plan.gradient_dtype == "fp32" else 2
-    groups: tuple[tuple[str, Dimension, int, int], ...] = (
-        ("weights", "dp", parameters.dense, plan.shard_ranks),
-        ("expert weights", "edp", parameters.expert, experts),
+    groups: tuple[tuple[str, Dimension, int, int, int, int], ...] = (
+        ("weights", "dp", parameters.dense, root, plan.shard_ranks, plan.dp * plan.cp),
+        ("expert weights", "edp", parameters.expert, 0, expert_shards(workload, plan), plan.expert_data_ranks),
     )
-    for name, dimension, numbers, ranks in groups:
-        if not numbers or ranks == 1:
+    for name, dimension, numbers, rooted, ranks, replicas in groups:
+        if not numbers:
             continue
-        size, dtype, early = float(numbers * tape.width), tape.activation_dtype, plan.overlap_parameters
-        gather.append(Collective("all_gather", "sharding", name, dimension, ranks, size, dtype, overlap=early))
-        if parameters.trained:
-            size, dtype, late = float(numbers * reduced), plan.gradient_dtype, plan.overlap_gradients
-            name = f"gradients of {name}"
-            scatter.append(Collective("reduce_scatter", "sharding", name, dimension, ranks, size, dtype, overlap=late))
-    return gather, scatter
+        early, late, dtype = plan.overlap_parameters, plan.overlap_gradients, plan.gradient_dtype
+        wide = "fp32" if weight_bytes(workload) == 4 else tape.activation_dtype
+        again = 0 if tape.ours and plan.zero == 2 else numbers - (rooted if tape.ours else 0)
+        for nodes, gathered in ((before, numbers), (between, again)):
+            size = float(gathered * weight_bytes(workload))
+            if size and ranks > 1:
+                nodes.append(Collective("all_gather", "sharding", name, dimension, ranks, size, wide, overlap=early))
+        if not parameters.trained:
+            continue
+        size, name = float(numbers * reduced), f"gradients of {name}"
+        if ranks > 1:
+            after.append(Collective("reduce_scatter", "sharding", name, dimension, ranks, size, dtype, overlap=late))
+        if tape.ours and replicas > ranks:
+            among, size = replicas // ranks, size / ranks
+            after.append(Collective("all_reduce", "sharding", name, dimension, among, size, dtype, overlap=late))
+    return before, between, after
 
 
 def _parameters(runs: tuple[Run, ...]) -> Parameters:

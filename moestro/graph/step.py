@@ -1,7 +1,10 @@
 """What a rank does once a step: gather weights, reduce gradients, update."""
 
+from typing import NamedTuple
+
 from moestro.config.plan import Plan, Workload
-from moestro.graph.tape import ACTIVATION_BYTES
+from moestro.graph.pieces import sharded_passes
+from moestro.graph.tape import expert_shards, weight_bytes
 from moestro.graph.words import Collective, CollectiveOp, Dimension, Kernel, Matrices, Node, Parameters, RankStep
 
 # Bytes of optimizer state beside the fp32 master weight. Muon's is of matrices; its other parameters are AdamW's.
@@ -11,42 +14,66 @@ NEWTON_SCHULZ_STEPS = 5
 
 def rank_step(workload: Workload, plan: Plan, rank: int, parameters: Parameters, ends: bool = False) -> RankStep:
     """`parameters`: of all the rank's stages. ends: it shares the embedding with another end of the pipeline."""
-    share = parameters.trained / parameters.total if parameters.total else 0.0
-    dense, expert = parameters.dense * share, parameters.expert * share
     gradients: list[Node] = []
     before: list[Node] = []
-    groups: tuple[tuple[str, Dimension, float, int], ...] = (
-        ("gradients", "dp", dense, plan.dp * plan.cp),
-        ("expert gradients", "edp", expert, plan.expert_data_ranks),
-    )
-    for name, dimension, numbers, ranks in groups:
-        if numbers and ranks > 1:
-            gradients += _reductions(plan, name, dimension, numbers, ranks)
-            if plan.zero in (1, 2):
-                before.append(_gather(workload, plan, name, dimension, numbers, ranks))
-    gradients += _shared(workload, plan, parameters.replicated * share, ends)
-    experts = min(plan.shard_ranks, plan.expert_data_ranks)
-    owned = dense / plan.shard_ranks + expert / experts
+    owned = 0.0
+    reduced = sharded_passes(workload, plan) and workload.trainer == "moestro"
+    for group in _groups(workload, plan, parameters):
+        owned += group.numbers / group.split
+        if not group.numbers or group.ranks == 1 or reduced:
+            continue
+        gradients += _reductions(plan, group)
+        if plan.zero in (1, 2) and group.split > 1:
+            before.append(_gather(workload, plan, group))
+    gradients += _shared(workload, plan, parameters, ends)
     update: list[Node] = [_norm(plan, owned)]
     if plan.world_size > 1:
         update.append(Collective("all_reduce", "optimizer", "gradient norm", "world", plan.world_size, 4.0, "fp32"))
     if workload.optimizer == "muon":
-        update += _newton_schulz(plan, parameters.shapes, experts)
+        update += _newton_schulz(plan, parameters.shapes, expert_shards(workload, plan))
     matrices = parameters.matrices * owned / parameters.total if parameters.total else 0.0
     return RankStep(rank, tuple(before), tuple(gradients), (*update, *_optimizer(workload, owned, matrices)))
 
 
-def _shared(workload: Workload, plan: Plan, replicated: float, ends: bool) -> list[Node]:
+class _Group(NamedTuple):
+    """Trained parameters whose gradients the same ranks add up."""
+
+    name: str
+    dimension: Dimension
+    numbers: float
+    ranks: int
+    split: int  # among how many of the ranks the optimizer's state is
+
+
+def _groups(workload: Workload, plan: Plan, parameters: Parameters) -> list[_Group]:
+    share = parameters.trained / parameters.total if parameters.total else 0.0
+    dense, expert, whole = parameters.dense * share, parameters.expert * share, parameters.replicated * share
+    data = plan.dp * plan.cp
+    experts = _Group("expert gradients", "edp", expert, plan.expert_data_ranks, expert_shards(workload, plan))
+    if workload.trainer == "megatron" or plan.tp == 1 or plan.zero >= 2:
+        return [_Group("gradients", "dp", dense, data, plan.shard_ranks), experts]
+    all_ranks = data * plan.tp  # of a stage, which hold the same of what tensor parallelism does not cut
+    return [
+        _Group("gradients", "dp", dense - whole, data, plan.shard_ranks),
+        _Group("gradients of whole weights", "world", whole, all_ranks, all_ranks if plan.zero else 1),
+        experts,
+    ]
+
+
+def _shared(workload: Workload, plan: Plan, parameters: Parameters, ends: bool) -> list[Node]:
     """Gradients of what several ranks hold whole, of different tokens: all that tensor parallelism does not cut, when
     it cuts the sequence; and the embedding, at both ends of a pipeline."""
-    width, dtype = 4 if plan.gradient_dtype == "fp32" else 2, plan.gradient_dtype
+    width, dtype, ours = 4 if plan.gradient_dtype == "fp32" else 2, plan.gradient_dtype, workload.trainer == "moestro"
     nodes: list[Node] = []
-    if plan.tp > 1 and plan.sequence_parallel and replicated:
-        name = "gradients of whole weights"
-        nodes.append(Collective("all_reduce", "gradients", name, "tp", plan.tp, replicated * width, dtype))
+    share = parameters.trained / parameters.total if parameters.total else 0.0
+    whole = parameters.replicated * share * width / (plan.shard_ranks if ours else 1)
+    if plan.tp > 1 and plan.sequence_parallel and whole and not (ours and plan.zero < 2):
+        nodes.append(Collective("all_reduce", "gradients", "gradients of whole weights", "tp", plan.tp, whole, dtype))
     if ends and workload.adapter_rank is None:
         size = float((workload.model.vocab_size or 0) * workload.model.hidden_size * width)
         size /= 1 if workload.fused_loss else plan.tp
+        if ours:  # after the reduction among the ranks of a stage, of which each has a part
+            size /= plan.shard_ranks * (plan.tp if plan.zero == 1 else 1)
         nodes.append(Collective("all_reduce", "gradients", "shared embedding", "pp", 2, size, dtype))
     return nodes
 
@@ -75,40 +102,35 @@ def _newton_schulz(plan: Plan, shapes: tuple[Matrices, ...], expert_ranks: int) 
     return nodes
 
 
-def _reductions(plan: Plan, name: str, dimension: Dimension, numbers: float, ranks: int) -> list[Node]:
+def _reductions(plan: Plan, group: _Group) -> list[Node]:
     """ZeRO-3 has reduced its gradients layer by layer; replicas of its shards remain."""
     width = 4 if plan.gradient_dtype == "fp32" else 2
-    dtype, overlap = plan.gradient_dtype, plan.overlap_gradients
-    split = min(plan.shard_ranks, ranks)
+    dtype, overlap, ranks, split = plan.gradient_dtype, plan.overlap_gradients, group.ranks, group.split
     found: list[tuple[CollectiveOp, int, float]] = []
     if plan.zero == 0:
-        found.append(("all_reduce", ranks, numbers * width))
+        found.append(("all_reduce", ranks, group.numbers * width))
     else:
         if plan.zero != 3 and split > 1:
-            found.append(("reduce_scatter", split, numbers * width))
+            found.append(("reduce_scatter", split, group.numbers * width))
         if ranks // split > 1:
-            found.append(("all_reduce", ranks // split, numbers * width / split))
+            found.append(("all_reduce", ranks // split, group.numbers * width / split))
     nodes: list[Node] = []
     for op, among, size in found:
-        pieces = max(1, round(size / plan.bucket_bytes)) if plan.bucket_bytes else 1
+        times = max(1, round(size / plan.bucket_bytes)) if plan.bucket_bytes else 1
+        each = size / times
         nodes.append(
-            Collective(op, "gradients", name, dimension, among, size / pieces, dtype, times=pieces, overlap=overlap)
+            Collective(op, "gradients", group.name, group.dimension, among, each, dtype, times=times, overlap=overlap)
         )
     return nodes
 
 
-def _gather(workload: Workload, plan: Plan, name: str, dimension: Dimension, numbers: float, ranks: int) -> Collective:
-    width = ACTIVATION_BYTES.get(workload.precision, 2)
-    split = min(plan.shard_ranks, ranks)
+def _gather(workload: Workload, plan: Plan, group: _Group) -> Collective:
+    width = weight_bytes(workload)
+    name, dtype = group.name.replace("gradients of ", "").replace("gradients", "weights"), "bf16"
+    dtype = "fp32" if width == 4 else dtype
+    size = group.numbers * width
     return Collective(
-        "all_gather",
-        "weights",
-        name.replace("gradients", "weights"),
-        dimension,
-        split,
-        numbers * width,
-        "fp32" if width == 4 else "bf16",
-        overlap=plan.overlap_parameters,
+        "all_gather", "weights", name, group.dimension, group.split, size, dtype, overlap=plan.overlap_parameters
     )
 
 
@@ -127,6 +149,6 @@ def _optimizer(workload: Workload, owned: float, matrices: float) -> list[Node]:
     state = STATE_BYTES[workload.optimizer] * owned
     if workload.optimizer == "muon":
         state += (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * (owned - matrices)
-    copy = 0 if workload.precision in ACTIVATION_BYTES else 2
+    copy = 0 if weight_bytes(workload) == 4 else 2
     moved = owned * (4 + 2 * 4 + copy) + 2 * state
     return [Kernel("memory", "optimizer", workload.optimizer, (round(owned),), "fp32", 0.0, moved)]

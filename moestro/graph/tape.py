@@ -33,6 +33,18 @@ def stream_bytes(workload: Workload) -> int:
     return (model.hidden_size + state) * (4 if model.residual_fp32 else activation_bytes(workload))
 
 
+def weight_bytes(workload: Workload) -> int:
+    """Of one weight as it is gathered and multiplied with."""
+    return 4 if workload.trainer == "moestro" else activation_bytes(workload)
+
+
+def expert_shards(workload: Workload, plan: Plan) -> int:
+    """Ranks among which optimizer state of an expert (and, by `zero`, gradients and weights) is split."""
+    if workload.trainer == "moestro" and plan.zero >= 2:
+        return max(1, plan.shard_ranks // plan.ep)
+    return min(plan.shard_ranks, plan.expert_data_ranks)
+
+
 @dataclass
 class Tape:
     """Of one rank and one micro-batch. `width` is the bytes of an activation's element."""
@@ -52,6 +64,7 @@ class Tape:
     expert: int = 0
     matrices: int = 0  # of dense and expert, those of Muon
     shapes: Counter[tuple[int, int, bool]] = field(default_factory=Counter)  # of matrices: rows, columns, of an expert
+    ours: bool = field(init=False)  # our trainer's habits, not Megatron's
     repeat: int = 1  # of what is written now: as many equal ones
     width: int = field(init=False)
     activation_dtype: str = field(init=False)
@@ -59,6 +72,7 @@ class Tape:
     def __post_init__(self) -> None:
         precision = self.workload.precision
         self.width = activation_bytes(self.workload)
+        self.ours = self.workload.trainer == "moestro"
         self.activation_dtype = "fp32" if self.width == 4 else "fp16" if precision == "fp16" else "bf16"
 
     def save(self, elements: float, width: int | None = None, cheap: bool = False) -> None:
@@ -193,9 +207,13 @@ class Tape:
         it gives is kept by the product that takes it."""
         self.memory(part, name, rows * size, 2, 3)
         self.cheap_nodes.append(self.forward[-1])
-        wide = self.workload.wide_norms or (stream and self.workload.model.residual_fp32)
-        self.save(rows * size, width=4 if wide else None)
+        self.save_normed(rows, size, stream)
         self.save(rows, width=4)
+
+    def save_normed(self, rows: float, size: int, stream: bool = False) -> None:
+        """The input of a norm."""
+        wide = self.ours or (stream and self.workload.model.residual_fp32)
+        self.save(rows * size, width=4 if wide else None)
 
     def dropped(self, elements: float) -> None:
         """Dropout's mask, where there is dropout: a byte for each element."""
@@ -220,15 +238,19 @@ class Tape:
         *,
         overlap: bool = False,
         back: bool = True,
+        extra: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """A collective over activations and its mirror image in the backward pass; nothing on one rank."""
+        """A collective over activations and its mirror image in the backward pass; nothing on one rank.
+
+        extra: further bytes, in forward and in backward."""
         if ranks == 1:
             return
         bytes_, dtype = elements * self.width, self.activation_dtype
-        self.forward.append(Collective(op, part, name, dimension, ranks, bytes_, dtype, self.repeat, overlap))
+        there = bytes_ + extra[0]
+        self.forward.append(Collective(op, part, name, dimension, ranks, there, dtype, self.repeat, overlap))
         if back:
             mirror = Collective(
-                _BACK[op], part, f"{name} backward", dimension, ranks, bytes_, dtype, self.repeat, overlap
+                _BACK[op], part, f"{name} backward", dimension, ranks, bytes_ + extra[1], dtype, self.repeat, overlap
             )
             self.backward_groups.append([mirror])
 
@@ -237,7 +259,9 @@ class Tape:
         plan = self.plan
         if plan.sequence_parallel:
             self.exchange("all_gather", part, "tokens in", "tp", plan.tp, tokens * hidden, overlap=plan.overlap_tensor)
-            if plan.tp > 1:  # only the rank's own tokens are kept: the weight's gradient gathers the others again
+            if (
+                plan.tp > 1 and not self.ours
+            ):  # only the rank's own tokens are kept: the weight's gradient gathers the others again
                 again = Collective(
                     "all_gather", part, "tokens in again", "tp", plan.tp, tokens * hidden * self.width,
                     self.activation_dtype, self.repeat, True,
@@ -249,6 +273,11 @@ class Tape:
                 self.activation_dtype, self.repeat, plan.overlap_tensor,
             )  # fmt: skip
             self.backward_groups.append([summed])
+
+    def save_entered(self, tokens: int, hidden: int) -> None:
+        """The input of a tensor-parallel region; selective recomputation makes it again from the norm's."""
+        whole = self.ours or not self.plan.sequence_parallel
+        self.save(tokens * hidden / (1 if whole else self.plan.tp), cheap=True)
 
     def leave_tensor(self, part: str, tokens: int, hidden: int) -> None:
         """The sum over the tensor ranks of a region's last product."""

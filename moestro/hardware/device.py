@@ -8,8 +8,11 @@ import torch
 from moestro.errors import MoestroError
 
 
-def resolve_device(name: str) -> torch.device:
-    """ "auto": the current accelerator, or the CPU. Raises MoestroError for a device that is not here."""
+def resolve_device(name: str, setting: str = "run.device") -> torch.device:
+    """ "auto": the current accelerator, or the CPU. Raises MoestroError for a device that is not here.
+
+    setting: where the name was given, for the message.
+    """
     if name == "auto":
         if torch.accelerator.is_available():
             return torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -22,7 +25,8 @@ def resolve_device(name: str) -> torch.device:
         if torch.accelerator.is_available():
             here.append(str(torch.accelerator.current_accelerator()))
         raise MoestroError(
-            f"run.device = '{name}' is not usable here: {str(error).splitlines()[0]} Available: {', '.join(here)}"
+            f"{setting} = '{name}' is not usable here: {str(error).splitlines()[0].rstrip('. ')}. "
+            f"Available: {', '.join(here)}"
         ) from error
     return device
 

@@ -47,7 +47,7 @@ _NEEDED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("muon", "newton_schulz"): ("matrices", "rows", "columns"),
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven"): _EXCHANGE,
     ("broadcast", "send_recv", "ring"): _EXCHANGE,
-    tuple(f"host_t{i}" for i in range(1, 6)) + ("host_launch", "host_sync"): ("what",),
+    ("host_t1", "host_t2", "host_t3", "host_t4", "host_t5", "host_launch", "host_sync"): ("what",),
     ("storage_write", "storage_read", "storage_random_read", "storage_scatter"): ("bytes", "block_bytes"),
 }
 _NEEDED_BY_OP = {op: needed for ops, needed in _NEEDED.items() for op in ops}

@@ -151,7 +151,7 @@ def collective_profile(
     deadline = time.monotonic() + (limit_s or (15.0 if quick else 120.0))
     running = dist.get_world_size() if dist.is_initialized() else world_size()
     if running > 1:
-        with connected(resolve_device(device), world) as own:
+        with connected(resolve_device(device, "--device"), world) as own:
             return _on_this_rank(own, plan or usual_plan(world, quick, own), deadline, progress)
     plan = plan or usual_plan(world, quick, torch.device("cpu"))
     plan.validate(world)

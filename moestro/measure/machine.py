@@ -106,7 +106,7 @@ def measure_machine(
     skip = check_skipped(skip)
     if ranks is not None and ranks < 1:
         raise MoestroError(f"collectives need at least one rank, not {ranks}")
-    where = resolve_device(device)
+    where = resolve_device(device, "--device")
     machine, found = describe_machine(where), _Findings()
     found.notes += _doubts(machine)
     if skip:

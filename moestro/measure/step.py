@@ -22,6 +22,7 @@ from moestro.config import Config, count, load_config, resolved_model
 from moestro.data.batches import Batch
 from moestro.errors import MoestroError
 from moestro.hardware.device import synchronize
+from moestro.measure.operands import free_bytes
 from moestro.measure.primitives import Account, Call, Event, Spans, account, account_on_device, find_calls, places
 from moestro.measure.step_calls import CallRecorder, Lookup, event_key, event_operands
 from moestro.measure.step_marks import MarkedUpdate, marked
@@ -120,10 +121,7 @@ def _balance(engine: Engine) -> list[Tensor]:
 
 
 def _check_memory(parameters: int, device: torch.device) -> None:
-    if device.type == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        free = int(torch.accelerator.get_memory_info(device)[0])
+    free = free_bytes(device)
     needed = parameters * BYTES_PER_PARAMETER
     if needed > free:
         raise MoestroError(

@@ -14,8 +14,9 @@ from moestro.predict.public import PublicRun
 GENERATIONS = ("eager", "fused")
 # How far a class of devices may lie from the generation's constants, in log: what is known before looking at its runs.
 SPREAD = {
-    "gemm": 0.08, "gemm_low": 0.15, "grouped": 0.3, "grouped_low": 0.3, "attention": 0.3, "memory": 0.4, "optimizer": 0.4,
-    "inside": 0.25, "between": 0.3, "launch_s": 0.5, "collective_host_s": 0.5, "step_s": 0.7, "contention": 0.3,
+    "gemm": 0.08, "gemm_low": 0.15, "grouped": 0.3, "grouped_low": 0.3, "attention": 0.3, "memory": 0.4,
+    "optimizer": 0.4, "inside": 0.25, "between": 0.3, "launch_s": 0.5, "collective_host_s": 0.5, "step_s": 0.7,
+    "contention": 0.3,
 }  # fmt: skip
 ERROR = 0.08  # of a run, by which the two are weighed against each other
 START = {

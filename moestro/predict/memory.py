@@ -13,6 +13,7 @@ from moestro.graph.step import STATE_BYTES
 from moestro.graph.tape import activation_bytes
 from moestro.graph.words import Parameters, Stage, StepGraph
 from moestro.hardware.devices import Device
+from moestro.hardware.fits import usable_bytes
 from moestro.predict.constants import generation
 from moestro.predict.orders import stage_ranks
 from moestro.predict.schedule import PipelineResult, simulate_pipeline
@@ -98,11 +99,10 @@ def memory_peaks(memory: MemoryBreakdown, workload: Workload, plan: Plan) -> Mem
     return MemoryPeaks(init, max(init + passing, memory.total - passing), memory.total)
 
 
-def fits(memory: MemoryBreakdown, device: Device, share: float = 0.96) -> bool | None:
-    """Whether all of it is within `share` of the device's memory: what a prediction misses by, and what drivers keep.
-    None: the memory's size is not known."""
-    size = device.memory.gb.nominal
-    return None if size is None else memory.total <= share * size * 1e9
+def fits(memory: MemoryBreakdown, device: Device, share: float = 0.98) -> bool | None:
+    """Whether what is needed is within `share` of the device's memory. None: its size is not known."""
+    there = usable_bytes(device)
+    return None if there is None else memory.needed <= share * there
 
 
 def memory_timeline(

@@ -1,22 +1,25 @@
 """A prediction of one step: counted, priced, put together, with its memory, its interval and what it leaves out."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step
-from moestro.graph.words import Collective, StepGraph
+from moestro.graph.words import Collective, Node, Piece, StepGraph
 from moestro.hardware.fits import usable_bytes
-from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.confidence import interval
+from moestro.predict.constants import Calibration, Constants, generation, load_calibration
 from moestro.predict.costs import Cost, StepCost, price
 from moestro.predict.kernels import KernelPricer
 from moestro.predict.memory import memory_of
 from moestro.predict.network import NetworkPricer, span
 from moestro.predict.step import step_time
-from moestro.predict.target import Target
+from moestro.predict.target import CALLS, CALLS_OF_GROUP, Target
 from moestro.predict.words import Interval, MemoryBreakdown, Prediction, TimeBreakdown
 
 HOST = "host"
+NOTED = 0.05  # share of the FLOPs, above which it is told what their price rests on
 
 
 def predict_step(
@@ -37,7 +40,7 @@ def predict_step(
     devices = plan.world_size
     peak = peak_flops(workload, target)
     return Prediction(
-        step_s=interval(time.total),
+        step_s=interval_of(time.total, workload, plan, target),
         time=time,
         memory=memory,
         memory_by_rank=by_rank,
@@ -52,7 +55,25 @@ def predict_step(
 def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
     """Seconds of every pass by the target's curves, without constants."""
     kernels = KernelPricer(target.curves, workload.routing, plan.ep)
-    return price(graph, kernels, NetworkPricer(target.curves.network, plan, target.place.node_size))
+    costs = price(graph, kernels, NetworkPricer(target.curves.network, plan, target.place.node_size))
+    if not target.host_computes:
+        return costs
+    stages = [
+        replace(
+            cost,
+            forward=_with_groups(cost.forward, stage.forward),
+            backward=_with_groups(cost.backward, (*stage.recompute, *stage.backward)),
+            weight=_with_groups(cost.weight, stage.weight),
+        )
+        for cost, stage in zip(costs.stages, graph.stages, strict=True)
+    ]
+    return replace(costs, stages=tuple(stages))
+
+
+def _with_groups(cost: Cost, nodes: Iterable[Node]) -> Cost:
+    """On a CPU each expert is a product of its own, with the calls that go with it."""
+    groups = sum(n.dims[0] * n.times for n in nodes if not isinstance(n, Collective) and n.op == "grouped_gemm")
+    return replace(cost, launches=cost.launches + groups * CALLS_OF_GROUP / CALLS)
 
 
 def compose(costs: StepCost, plan: Plan, target: Target, constants: Constants, exact: bool = False) -> TimeBreakdown:
@@ -83,9 +104,10 @@ def device_bytes(target: Target, ranks: int) -> float | None:
     return usable_bytes(target.place.device)
 
 
-def interval(step_s: float) -> Interval:
-    """Stands in for what the errors on public runs say."""
-    return Interval(step_s, step_s * 0.8, step_s * 1.25, "assumed, not learnt from validated runs")
+def interval_of(step_s: float, workload: Workload, plan: Plan, target: Target) -> Interval:
+    """By the errors on public runs. Nobody published runs on a CPU: there it says so."""
+    calibration = Calibration() if target.host_computes else load_calibration()
+    return interval(step_s, workload, target.place.device.id, plan.world_size, calibration)
 
 
 def _with_host(costs: StepCost, constants: Constants) -> StepCost:
@@ -107,18 +129,20 @@ def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> 
     """What the prediction rests on that is less than samples of this very device."""
     notes = []
     device, curves = target.place.device, target.curves
-    dtypes = {node.dtype for node, _ in graph.nodes() if not isinstance(node, Collective) and node.op == "gemm"}
-    for dtype in sorted(dtypes):
-        curve = curves.product(dtype)
-        if not curve.samples:
-            notes.append(f"no products measured on {device.id} in {dtype}: {curve.basis}")
+    work: dict[str, float] = {}
     guessed: dict[str, set[str]] = {}
-    for node, _ in graph.nodes():
-        if isinstance(node, Collective) and node.ranks > 1:
+    for node, times in _nodes(graph):
+        if not isinstance(node, Collective):
+            work[node.dtype] = work.get(node.dtype, 0.0) + node.flops * times
+        elif node.ranks > 1:
             where = span(plan, node.dimension, node.ranks, target.place.node_size)
             basis = curves.network.curve(node.op, where.ranks, where.nodes).basis(max(1.0, node.bytes))
             if basis in ("other device", "catalog"):
                 guessed.setdefault(basis, set()).add(node.dimension)
+    for dtype, flops in work.items():
+        curve = curves.product(dtype) if flops > NOTED * sum(work.values()) else None
+        if curve is not None and not curve.samples:
+            notes.append(f"no products measured on {device.id} in {dtype}: {curve.basis}")
     for basis, dimensions in sorted(guessed.items()):
         source = "another device's, scaled" if basis == "other device" else "the catalog's bandwidth"
         notes.append(f"collectives of {', '.join(sorted(dimensions))} by {source}: none measured here")
@@ -127,6 +151,20 @@ def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> 
     if workload.model.moe is not None and workload.routing.kind == "balanced":
         notes.append("routing taken as balanced; uneven experts are slower and take more memory")
     return notes
+
+
+def _nodes(graph: StepGraph) -> Iterator[tuple[Node, float]]:
+    """Nodes of one micro-batch and of the step's end, each piece once, with how often it runs."""
+    times: dict[Piece, int] = {}
+    for stage in graph.stages:
+        for run in stage.pieces:
+            times[run.piece] = times.get(run.piece, 0) + run.times
+    for piece, count in times.items():
+        for node in (*piece.forward, *piece.backward, *piece.weight):
+            yield node, node.times * count
+    for rank in graph.ranks:
+        for node in (*rank.before, *rank.gradients):
+            yield node, node.times
 
 
 def _calibration(workload: Workload, device_id: str) -> list[str]:

@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One run: measured and predicted seconds of a step, and those of the null model (None: nothing to compare with)."""
+    """One run: predicted seconds of a step, and those of the null model (None: nothing to compare with)."""
 
     run: PublicRun
     predicted: float

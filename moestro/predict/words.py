@@ -38,8 +38,13 @@ class MemoryBreakdown:
         return self.allocated + self.fragmentation
 
     @property
+    def needed(self) -> float:
+        """What the device must have, without fragmentation: an allocator short of memory gives free blocks back."""
+        return self.allocated + self.communication + self.framework
+
+    @property
     def total(self) -> float:
-        """All that the device holds."""
+        """All that the device holds where there is room."""
         return self.reserved + self.communication + self.framework
 
 

@@ -35,13 +35,12 @@ def check_new(folder: Path) -> None:
     """
     if folder.exists():
         raise MoestroError(f"{folder} is there already; name another folder with --out, or move it away")
-    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    place = next(parent for parent in folder.absolute().parents if parent.exists())
     try:
         with tempfile.TemporaryDirectory(prefix=".moestro-", dir=place):
             pass
     except OSError as error:
-        reason = error.strerror
-        raise MoestroError(f"cannot write at {place}: {reason}; name another folder with --out") from error
+        raise MoestroError(f"cannot write at {place}: {error.strerror}; name another folder with --out") from error
 
 
 def write_folder(profile: MachineProfile, curves: Curves, folder: Path) -> list[Path]:

@@ -94,16 +94,21 @@ def seconds(value: float) -> str:
     """0.00123 → `1.23 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
+            return f"{_three(value / scale)} {unit}"
+    return f"{_three(value / 1e-9)} ns"
 
 
 def size(value: float) -> str:
     """65536 → `64 KiB`."""
     for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g} B"
+            return f"{_three(value / scale)} {unit}"
+    return f"{_three(value)} B"
+
+
+def _three(value: float) -> str:
+    """Three digits, or four: 1023 KiB are less than the next unit, and not 1.02e+03."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def over_bytes(traces: Sequence[Any], x_title: str, y_title: str, **layout: Any) -> Figure:

@@ -75,7 +75,7 @@ def print_profile(profile: MachineProfile, console: Console | None = None) -> No
 
 
 def print_buckets(buckets: Mapping[int, Bucket], params: float, console: Console | None = None) -> None:
-    """Fusion buffers for a model, and what a step waits for them, by the curves; a quarter and four times as large too."""
+    """Fusion buffers for a model, and what a step waits for them: as recommended, a quarter and four times as large."""
     console = console or wide_console()
     console.print(f"\nfusion buffers for {si(params)} parameters, predicted by the curves of this profile")
     if not buckets:

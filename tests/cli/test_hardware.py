@@ -183,6 +183,7 @@ class TestFits:
         (("show", "h1000"), "no device or cluster 'h1000'. Did you mean 'h100-"),
         (("show", "nothing.toml"), "cannot read nothing.toml: No such file or directory"),
         (("compare", "h100-sxm"), "give two devices or more"),
+        (("compare", "h100-sxm", "zaya1"), "'zaya1' is a cluster; a device is wanted"),
         (("compare", "h100-sxm", "mi300"), "no device 'mi300' in the catalog. Did you mean 'mi300"),
         (("list", "--kind", "gpus"), "no kind 'gpus'. Did you mean 'gpu'?"),
         (("fits", "1e9"), "1e+09 GB fit on no single device of the catalog"),

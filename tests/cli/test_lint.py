@@ -53,9 +53,9 @@ class TestRuns:
         )
         done = lint("runs", str(table))
         assert done.code == 1
-        assert done.out.count("impossible:") == 1
+        assert done.out.count(": impossible:") == 1
         assert done.out.startswith("row 3, Llama 8B: impossible")
-        assert "2 figures checked, 1 impossible; 1 rows say too little" in done.out
+        assert "figures checked: 2; impossible: 1; rows that say too little to check: 1" in done.out
 
 
 class TestCompare:
@@ -66,7 +66,7 @@ class TestCompare:
         quality = lint("compare", *files, "--figure", "quality")
         assert quality.code == 1
         assert "train.grad_clip" in quality.out
-        assert "not comparable in quality: 1 differences bear on it" in quality.out
+        assert "not comparable in quality; differences that bear on it: 1" in quality.out
         assert lint("compare", *files, "--figure", "quality", "--vary", "train.grad_clip").code == 0
         tree = json.loads(lint("compare", *files, "--vary", "hardware", "--json").out)
         assert tree["comparable"] is True

@@ -77,6 +77,15 @@ def test_a_folder_that_is_there_is_refused_before_measuring(asked: dict[str, Any
     assert not asked
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(asked: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = moestro("measure", "--quick", "--out", str(tmp_path / "file" / "p"))
+    assert done.code == 2
+    assert f"cannot write at {tmp_path / 'file'}: Not a directory; name another folder with --out" in done.err
+    assert not asked
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_ctrl_c_leaves_nothing(asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
@@ -104,7 +113,7 @@ def test_one_rank_of_many_does_not_measure_the_machine(
     [
         (("--ranks", "0"), "Invalid value for '--ranks'"),
         (("--skip", "gem"), "no section 'gem' to skip. Did you mean 'gemm'?"),
-        (("--device", "cuda:99"), "not usable here"),
+        (("--device", "cuda:99"), "--device = 'cuda:99' is not usable here"),
         (("--fast",), "No such option: --fast"),
     ],
 )
@@ -132,6 +141,20 @@ def test_show_prints_what_measure_printed(tmp_path: Path) -> None:
     tree = json.loads(moestro("measure", "show", folder + "/profile.json", "--json").out)
     assert tree["machine"]["cpu"] == "Test CPU"
     assert "samples" not in tree
+
+
+def test_show_tells_what_a_model_waits_for_its_buffers(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, machine_profile([*collectives((2,))]))
+    shown = moestro("measure", "show", folder, "--params", "2e9")
+    assert shown.code == 0, shown.err
+    assert "fusion buffers for 2.00 G parameters, predicted" in shown.out.replace("\u00a0", " ")
+    bucket = json.loads(moestro("measure", "show", folder, "--params", "2e9", "--json").out)["buckets"]["2"]
+    assert bucket["limited_by"] == "knee"
+    assert bucket["count"] == pytest.approx(2e9 / bucket["params"])
+    # Four times the buffer: a quarter of the start-ups, and a longer last one that nothing hides.
+    start_s, last_s = bucket["exposed_s"]["0.25"], bucket["exposed_s"]["4.0"]
+    assert start_s > bucket["exposed_s"]["1.0"] > last_s
+    assert moestro("measure", "show", folder, "--params", "0").code == 2
 
 
 @pytest.mark.parametrize("command", [("show",), ("plot",), ("compare", "{good}")])

@@ -1,13 +1,15 @@
 """`moestro predict` and `moestro validate`: what is printed, for people and machines, and every mistake answered."""
 
+import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from predict.test_predict import profile
 
 from moestro.hardware.profile import save_profile
-from moestro.predict import cache, constants
+from moestro.predict import cache, constants, curves
 
 from .helpers import Outcome, moestro
 
@@ -169,9 +171,95 @@ class TestPredict:
         assert len(done.err.splitlines()) <= 2
 
 
-HEADER = "source,model,hardware,gpus,layers,hidden,heads,seq_len,global_batch,micro_batch,tp,pp,precision,metric,value"
+DENSE = {
+    "source": "arXiv 1", "model": "GPT", "hardware": "H100", "gpus": "8", "layers": "4", "hidden": "512", "heads": "8",
+    "vocab": "51200", "seq": "1024", "global_batch": "64", "micro_batch": "2", "tp": "1", "pp": "1", "dp": "8",
+    "precision": "bf16", "metric": "step_time_ms", "value": "100", "year": "2024",
+}  # fmt: skip
+OTHERS = (
+    "gpus_per_node", "ep", "cp", "vpp", "zero", "experts", "topk", "expert_ffn", "recompute", "flash_attn", "interconnect",
+    "ffn", "kv_heads", "shared_experts", "params_total_b", "notes",
+)  # fmt: skip
+ROWS = (
+    DENSE,
+    {**DENSE, "gpus": "16", "dp": "16", "value": "60"},
+    {**DENSE, "source": "arXiv 2", "experts": "8", "topk": "2", "expert_ffn": "1024", "value": "150"},
+    {**DENSE, "metric": "time_to_train_min"},
+    {**DENSE, "hardware": "an abacus"},
+)
 
 
 @pytest.fixture
-def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "CALIBRATION", Path("missing"))
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A table of runs; devices are priced by data sheets."""
+    monkeypatch.setattr(curves, "_compute_samples", lambda: ())
+    monkeypatch.setattr(curves, "_network_samples", lambda: ())
+    curves.published_curves.cache_clear()
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*DENSE, *OTHERS], restval="")
+        writer.writeheader()
+        writer.writerows(ROWS)
+    yield str(path)
+    curves.published_curves.cache_clear()
+
+
+class TestValidate:
+    def test_prints_errors_by_group_and_what_was_not_used(self, runs: str) -> None:
+        done = moestro("validate", runs)
+        assert done.code == 0, done.err
+        for text in (
+            "3 step times",
+            "mixture of experts",
+            "dense",
+            "h100-sxm bf16",
+            "arXiv 2",
+            "null median",
+            "all runs",
+        ):
+            assert text in done.out
+        assert "not used: 2 rows" in done.out
+        assert "device not in the catalog" in done.out
+
+    def test_json_and_folder_hold_the_same(self, runs: str, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        done = moestro("validate", runs, "--json", "--out", str(out))
+        assert done.code == 0, done.err
+        found = json.loads(done.out)
+        assert found == json.loads((out / "summary.json").read_text())
+        assert found["all"]["runs"] == 3
+        assert {group["name"]: group["runs"] for group in found["by_kind"]} == {"dense": 2, "mixture of experts": 1}
+        with (out / "runs.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["measured_s"]) for row in rows] == [0.1, 0.06, 0.15]
+        for row in rows:
+            assert float(row["error"]) == pytest.approx(
+                float(row["predicted_s"]) / float(row["measured_s"]) - 1, abs=1e-3
+            )
+        errors = sorted(abs(float(row["error"])) for row in rows)
+        assert found["all"]["median"] == pytest.approx(errors[1], abs=1e-3)
+        page = (out / "validation.html").read_text()
+        assert "3 runs" in page
+        assert "http://" not in page.split("</script>")[-1]
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+    def test_fit_writes_constants_that_can_be_read(self, runs: str, tmp_path: Path) -> None:
+        path = tmp_path / "calibration.toml"
+        done = moestro("validate", runs, "--fit", str(path))
+        assert done.code == 0, done.err
+        found = constants.load_calibration(path)
+        assert found.generations
+        assert set(found.sources) <= {"arXiv 1", "arXiv 2"}
+
+    def test_mistakes(self, runs: str, tmp_path: Path) -> None:
+        bad = tmp_path / "bad.csv"
+        bad.write_text("a,b\n1,2\n")
+        for arguments, words in (
+            ((str(tmp_path / "none.csv"),), "cannot read"),
+            ((str(bad),), "has no column"),
+            ((runs, "--out", str(tmp_path)), "choose another --out"),
+            ((runs, "--fit", str(tmp_path / "x"), "--hold-out"), "leave --hold-out"),
+        ):
+            done = moestro("validate", *arguments)
+            assert done.code == 2
+            assert words in done.err

@@ -72,6 +72,7 @@ PLANS = st.fixed_dictionaries(
         "cp": st.sampled_from([1, 2]),
         "tp": st.sampled_from([1, 2]),
         "ep": st.sampled_from([1, 2]),
+        "context": st.sampled_from(["ring", "all_gather"]),
         "micro_batch_size": st.sampled_from([1, 2]),
         "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]),
         "zero": st.sampled_from([0, 1, 2]),
@@ -97,7 +98,6 @@ def test_the_trainer_makes_of_overrides_the_plan_they_are_of(sizes: dict[str, ob
             "vpp": 2 if many else 1,
             "layers_per_stage": None if sizes["pp"] == 1 else (1,) * 4 if many else (2, 2),
             "etp": sizes["tp"],
-            "etp_gathers": "tokens",
             "dispatch": "deduplicated",
             "shard": cp * dp if sharded else None,  # type: ignore[operator]
             "overlap_gradients": sharded,

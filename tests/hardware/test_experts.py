@@ -127,6 +127,16 @@ def test_decoding_is_bound_by_the_cache() -> None:
     assert curve.phases["decode"].samples == 0
 
 
+def test_queries_do_not_count_as_memory_of_decoding() -> None:
+    """Without a data sheet the bandwidth is guessed from the samples: 20 GB/s of cache, not those of 16 heads."""
+    samples = []
+    for seq in (1024, 4096, 16384):
+        seconds = 20e-6 + seq * 128 * 4 / 20e9
+        samples.append(attention_sample(seconds, batch=1, seq=seq, heads=16, kv_heads=1, phase="decode"))
+    curve = fit_attention(samples, "fp32", None, None, None)
+    assert 20e9 < curve.phases["decode"].bytes_per_s < 50e9
+
+
 def test_bad_attention_is_refused() -> None:
     with pytest.raises(MoestroError, match="no phase 'sideways'"):
         fit_attention([attention_sample(1.0, phase="sideways")], "fp32", None, None, None)

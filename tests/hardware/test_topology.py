@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moestro.hardware.links import amd_links, nvidia_links
-from moestro.hardware.topology import Cpu, Disk, Limits, command_output, discover, find_nics
+from moestro.hardware.topology import Cpu, Disk, Limits, command_output, discover, driver_version, find_nics
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -202,6 +202,15 @@ def test_nics(tmp_path: Path) -> None:
         "eth1 ethernet, unknown rate, down",
     ]
     assert [nic.is_up for nic in nics] == [True, False, True, False]
+
+
+def test_driver(tmp_path: Path) -> None:
+    assert driver_version(tmp_path) == ""
+    write(tmp_path, {"sys/module/amdgpu/version": "6.12.12"})
+    assert driver_version(tmp_path) == "6.12.12"
+    kernel_module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build"
+    write(tmp_path, {"proc/driver/nvidia/version": kernel_module + "\nGCC version: gcc 13.3.0"})
+    assert driver_version(tmp_path) == "570.124.06"
 
 
 def test_a_container_has_virtual_interfaces(tmp_path: Path) -> None:

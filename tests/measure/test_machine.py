@@ -18,7 +18,6 @@ from moestro.measure.sections import SECTIONS, section_of
 from moestro.measure.timing import Case
 from moestro.report.profile_page import write_samples_folder
 
-
 CASES: dict[str, dict[str, int | str]] = {
     "gemm": {"m": 8, "n": 8, "k": 8, "dtype": "fp32"},
     "copy": {"bytes": 8},

@@ -44,6 +44,12 @@ class TestAgreement:
     def test_verdict(self, changed: dict[str, float], verdict: str) -> None:
         assert paper.check_agreement(samples(EQUAL | changed)).verdict == verdict
 
+    def test_collectives_that_did_not_fit_into_the_time(self) -> None:
+        some = [s for s in samples(EQUAL) if s.op != "broadcast" or s.case["ranks"] == 2]
+        check = paper.check_agreement(some)
+        assert check.verdict == "not reproducible here"
+        assert check.ours.startswith("4 of 5 collectives over 4 ranks")
+
     def test_spread_is_told_with_and_without_the_factor(self) -> None:
         assert "from 2.0 to 1.0 times over 2 ranks; 2.0 to 1.0 times over 4 ranks" in (
             paper.check_agreement(samples(EQUAL)).note

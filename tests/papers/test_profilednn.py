@@ -7,7 +7,7 @@ import torch
 from moestro.measure.primitives import Account, Call, Timed
 from moestro.measure.step import StepTimes
 from moestro.measure.step_work import Operand
-from papers import focal_loss, profilednn
+from papers import focal_loss, profilednn, turns
 from papers import profilednn_kernels as kernels
 from papers.profilednn import Apart, Whole
 
@@ -20,14 +20,14 @@ def times_of(**seconds: float) -> Callable[[Mapping[str, object]], dict[str, lis
 class TestTakingTurns:
     def test_in_turns(self) -> None:
         order: list[str] = []
-        times = kernels.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
+        times = turns.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
         assert order == ["a", "b"] * 3
         assert [len(each) for each in times.values()] == [2, 2]
 
     def test_a_slow_round_does_not_count(self) -> None:
-        found = kernels.speed_up([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
+        found = turns.speed_up([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
         assert (found.low, found.median, found.high) == (2, 2, 2)
-        assert kernels.speed_up([2.0, 2.0, 9.0], [1.0, 1.0, 1.0]).median == 2
+        assert turns.speed_up([2.0, 2.0, 9.0], [1.0, 1.0, 1.0]).median == 2
         assert str(found) == "2.00 × (2.00 to 2.00)"
 
 
@@ -145,6 +145,10 @@ class TestSteps:
     )
     def test_sums(self, sums: tuple[float, ...], verdict: str) -> None:
         assert profilednn.check_sums_up([apart(each) for each in sums], 0.1).verdict == verdict
+
+    def test_gaps_count(self) -> None:
+        assert apart(0.9).sum_over_step == pytest.approx(0.9)
+        assert apart(0.9, steps=(2.0, 2.0, 9.0)).sum_over_step == pytest.approx(0.45)
 
     def test_backward(self) -> None:
         assert apart(0.9, backward=1.5).backward_over_forward == pytest.approx(1.5)

@@ -9,6 +9,7 @@ from moestro.config.load import load_config
 from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
 from moestro.hardware.catalog import load_device
+from moestro.hardware.fits import usable_bytes
 from moestro.predict.memory import (
     COMMUNICATOR_BYTES,
     FRAMEWORK_BYTES,
@@ -115,6 +116,15 @@ def test_the_first_rank_of_a_pipeline_holds_most_and_recomputation_less() -> Non
     assert block.transient > none.transient
 
 
+def test_the_heads_gradient_comes_at_the_end_unless_a_fused_loss_keeps_it() -> None:
+    whole = memory(Plan(), fused_loss=False, global_batch_size=1)
+    fused = memory(Plan(), fused_loss=True, global_batch_size=1)
+    head = 32000 * 4096
+    assert whole.transient - fused.transient == pytest.approx(2 * head, rel=1e-3)
+    # Logits in fp32 against the head's fp32 gradient (and inputs, which both keep).
+    assert whole.activations - fused.activations == pytest.approx(4 * 4096 * 32000 - 4 * head, abs=1e6)
+
+
 def test_offloading_takes_state_off_the_device() -> None:
     plan = Plan(pp=4, dp=2, ep=2)
     assert memory(plan.model_copy(update={"offload": "optimizer"})).optimizer == 0
@@ -132,6 +142,7 @@ def test_parts_add_up_and_outside_is_counted_by_communicator() -> None:
     assert found.framework == FRAMEWORK_BYTES["gpu"]
     assert found.reserved == found.allocated + found.fragmentation
     assert found.total == found.reserved + found.framework + found.communication
+    assert found.needed == pytest.approx(found.total - found.fragmentation)
     assert any("routing" in item for item in found.excluded)
     work, plan = workload(), Plan(dp=2)
     cpu = memory_of(count_step(work, plan), work, plan, load_device("epyc-9654"))[0]
@@ -207,3 +218,19 @@ def test_published_memory_within_five_percent(public_runs: list[PublicRun]) -> N
     for of in errors.values():
         assert statistics.median(map(abs, of)) < 0.05
     assert sum(error < -0.05 for error in everything) <= 0.02 * len(everything)
+
+
+def test_published_runs_that_tell_their_recomputation_fit(public_runs: list[PublicRun]) -> None:
+    """Whoever published a run had the memory for it; many raised the micro-batch until it was full."""
+    devices = {device: load_device(device) for device in {run.device for run in public_runs}}
+    shares = []
+    for run in public_runs:
+        size = usable_bytes(devices[run.device])
+        guessed = any("recomputed" in rule for rule in run.assumed)
+        if run.plan.zero != 3 or guessed or size is None:
+            continue
+        found, _ = memory_of(count_step(run.workload, run.plan), run.workload, run.plan, devices[run.device])
+        shares.append(found.needed / size)
+    assert len(shares) > 150
+    assert sum(share > 1 for share in shares) <= 0.02 * len(shares)
+    assert max(shares) > 0.9

@@ -15,6 +15,7 @@ from moestro.config import ModelConfig, MoEConfig
 from moestro.config.plan import Plan, RoutingConfig, Workload
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step
+from moestro.graph.words import Kernel
 from moestro.hardware.catalog import load_device
 from moestro.hardware.curves.network import CollectiveModel
 from moestro.hardware.profile import Machine, MachineProfile, Sample
@@ -24,7 +25,7 @@ from moestro.predict.curves import DeviceCurves
 from moestro.predict.perfetto import pipeline_trace
 from moestro.predict.predict import HOST, predict_step, price_step
 from moestro.predict.step import Place
-from moestro.predict.target import AS_MEASURED, Target, target_of_profile
+from moestro.predict.target import AS_MEASURED, CALLS, CALLS_OF_GROUP, Target, target_of_profile
 
 MODEL = ModelConfig(
     vocab_size=4096,
@@ -124,7 +125,7 @@ def sample(op: str, seconds: float, flops: float | None = None, **case: int | fl
 
 
 def profile(threads: int = 2, cores: int = 2, **changes: object) -> MachineProfile:
-    """A CPU of 1e11 FLOP/s and 1e10 bytes/s, whose host takes 15 µs for an operation."""
+    """A CPU of 1e11 FLOP/s and 1e10 bytes/s, whose host takes 10 µs for a call."""
     samples = []
     for n in (64, 128, 256, 512, 1024, 2048):
         samples.append(sample("gemm", 2.0 * n**3 / 1e11 + 2e-6, 2.0 * n**3, m=n, n=n, k=n, dtype="fp32"))
@@ -132,11 +133,11 @@ def profile(threads: int = 2, cores: int = 2, **changes: object) -> MachineProfi
         samples.append(sample("copy", 2 * size / 1e10 + 1e-6, bytes=size, dtype="fp32"))
         samples.append(sample("all_reduce", size / 1e9 + 1e-4, bytes=size, ranks=2, nodes=1, dtype="fp32"))
     heads: dict[str, int | float | str] = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": "fp32", "causal": 1}
-    for seq in (128, 256, 512, 1024, 2048):
+    for seq in (256, 1024):
         for phase, factor in (("fwd", 1.0), ("bwd", 2.5)):
             seconds = seq**2 * 1024 * factor / 1e11 + 1e-5
             samples.append(sample("attention", seconds, batch=1, seq=seq, phase=phase, **heads))
-    samples += [sample(f"host_t{number}", 5e-6, what="mean") for number in (1, 2, 3)]
+    samples += [sample(f"host_t{number}", 5e-6, what="mean") for number in (1, 4)]
     machine = Machine(
         device_name="a CPU", device_type="cpu", cores=cores, threads=threads, memory_bytes=16e9, load_average=0.1
     )
@@ -160,12 +161,30 @@ class TestMeasuredMachine:
         without = predict_step(SMALL, Plan(micro_batch_size=8), target, AS_MEASURED).time
         graph = count_step(SMALL, Plan(micro_batch_size=8))
         passes = [node for stage in graph.stages for node in (*stage.forward, *stage.backward, *stage.weight)]
-        launches = sum(getattr(node, "launches", 0) * node.times for node in passes)
-        assert found.host == pytest.approx(15e-6 * launches)
+        kernels = [node for node in passes if isinstance(node, Kernel)]
+        calls = sum(CALLS * node.launches * node.times for node in kernels)
+        calls += sum(CALLS_OF_GROUP * 16 * node.times for node in kernels if node.op == "grouped_gemm")
+        assert found.host == pytest.approx(10e-6 * calls)
         assert without.host == 0
         assert found.compute == pytest.approx(without.compute)
         assert HOST not in found.by_part
         assert sum(found.by_part.values()) == pytest.approx(found.compute)
+
+    def test_elementwise_work_is_slower_than_copies_by_what_was_measured(self) -> None:
+        size = 2.0**20
+        norm, adamw = (
+            Sample(op=op, case={"dtype": "fp32"}, median_s=times * (size / 1e10 + 1e-6), bytes_moved=size)
+            for op, times in (("rmsnorm", 3.0), ("adamw", 5.0))
+        )
+        slow = target_of_profile(profile(samples=(*profile().samples, norm, adamw)))
+        constants = slow.constants_for(SMALL, 1)
+        assert constants.memory == pytest.approx(3, rel=0.1)
+        assert constants.optimizer == pytest.approx(5, rel=0.1)
+        plain = predict_step(SMALL, Plan(micro_batch_size=8), target_of_profile(profile())).time
+        found = predict_step(SMALL, Plan(micro_batch_size=8), slow).time
+        assert found.optimizer / plain.optimizer == pytest.approx(5, rel=0.1)
+        assert found.host == pytest.approx(plain.host)
+        assert found.compute > plain.compute
 
     def test_products_take_what_was_measured(self) -> None:
         found = predict_step(SMALL, Plan(micro_batch_size=8), target_of_profile(profile())).time
@@ -183,7 +202,7 @@ class TestMeasuredMachine:
         assert seconds(4, 2) == 4
         assert seconds(2, 1) == 1
         assert seconds(1, 1) == 1
-        assert target_of_profile(profile()).constants_for(SMALL, 4).launch_s == pytest.approx(30e-6)
+        assert target_of_profile(profile()).constants_for(SMALL, 4).launch_s == pytest.approx(2 * 10e-6 * CALLS)
 
     def test_memory_is_shared_too(self) -> None:
         notes = predict_step(SMALL, Plan(dp=2), target_of_profile(profile())).notes

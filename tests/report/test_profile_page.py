@@ -267,6 +267,9 @@ def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(8, "8 B"), (2**10, "1 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**40, "1 TiB")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(8, "8 B"), (2**10, "1 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**40, "1 TiB"), (1023 * 2**10, "1023 KiB")],
+)
 def test_size(value: float, text: str) -> None:
     assert size(value) == text

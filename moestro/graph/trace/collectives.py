@@ -119,6 +119,8 @@ def arrive(values: Values, func: Any, args: Sequence[Any], message: Message, out
         if message.op in ("all_reduce", "broadcast"):
             outputs = inputs = list(_flat(args[0]))
         elif message.op == "send_recv":
+            for tensor in _flat(args[0]) if message.arrives else ():
+                values.forget(tensor)
             return
         else:
             outputs, inputs = list(_flat(args[0])), list(_flat(args[1]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moestro.config import Config
@@ -18,16 +19,20 @@ from moestro.optim.slots import fresh_state
 from moestro.parallel.layout import Layout, resolve_layout
 from moestro.parallel.mesh import Mesh
 from moestro.train.engine import build_engine, build_update
+from moestro.train.stage import Stage
 from moestro.train.step import train_step
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """A stage of the traced rank. saved: bytes that one micro-batch leaves behind for its backward pass."""
+    """A stage of the traced rank."""
 
     index: int
+    layers: tuple[int, ...]
     parameters: Parameters
-    saved: int
+    saved: int  # bytes of activations that one micro-batch leaves behind for its backward pass
+    saved_of_weights: int  # the same of copies of weights in another type, and of gradients made in forward
+    stream_bytes: int  # of what goes to the next stage
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def trace_rank(
         train_step(engine, _Watched(update, recorder), batches, short.train.grad_clip)
         groups = _groups(engine.mesh)
     stages = [
-        StageTrace(number, _parameters(stage.model), max(sizes))
+        StageTrace(number, layout.stages[number], _parameters(stage.model), *max(sizes), _stream_bytes(stage, short_layout, short))
         for number, stage, sizes in zip(numbers, engine.stages, saved, strict=True)
     ]
     return RankTrace(layout, rank, recorder.events, recorder.memory, stages, groups)
@@ -101,18 +106,24 @@ def _batch(config: Config, layout: Layout) -> Batch:
     return Batch(positions % 2, positions % 2, documents, positions, torch.arange(shape[0]))
 
 
-def _watch(stage: nn.Module, number: int, recorder: Recorder) -> list[int]:
-    """Note to which micro-batch of which stage things belong; gives the bytes that each forward leaves behind."""
-    before: list[int] = []
-    saved: list[int] = []
+def _watch(stage: Stage, number: int, recorder: Recorder) -> list[tuple[int, int]]:
+    """Note to which micro-batch of which stage things belong; gives the bytes that each forward leaves behind, those of
+    weights apart."""
+    before: list[tuple[int, int]] = []
+    saved: list[tuple[int, int]] = []
+
+    def alive() -> tuple[int, int]:
+        memory = recorder.memory
+        return memory.alive - memory.of_weights, memory.of_weights
 
     def enter(*_: Any) -> None:
         recorder.phase, recorder.micro = "forward", (number, len(before))
-        before.append(recorder.memory.alive)
+        before.append(alive())
 
     def leave(*_: Any) -> None:
         recorder.phase, recorder.micro = "between", None
-        saved.append(recorder.memory.alive - before[-1])
+        now, then = alive(), before[-1]
+        saved.append((now[0] - then[0], now[1] - then[1]))
 
     stage.register_forward_pre_hook(enter, prepend=True)
     stage.register_forward_hook(leave)
@@ -153,13 +164,23 @@ def _parameters(stage: nn.Module) -> Parameters:
     return Parameters(dense, expert, trained=dense + expert)
 
 
+def _stream_bytes(stage: Stage, layout: Layout, config: Config) -> int:
+    if stage.model.is_last:
+        return 0
+    tokens = layout.micro_batch_size * config.data.seq_len // layout.sequence_ranks
+    return tokens * stage.model.stream_size * stage.model.stream_dtype.itemsize
+
+
 def _groups(mesh: Mesh) -> dict[tuple[int, ...], list[str]]:
     """The names of each group, those that most collectives mean first. Groups of one layout may coincide."""
-    import torch.distributed as dist
-
     found: dict[tuple[int, ...], list[str]] = {}
     for name in ("tp", "cp", "ep", "edp", "data", "pp", "sequence", "tokens", "ends", "world"):
         group = getattr(mesh, name)
         if group is not None:
             found.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(name)
+    for name, shards in (("data", mesh.shard), ("edp", mesh.expert_shard)):
+        for axis in range(shards.ndim if shards is not None else 0):
+            names = found.setdefault(tuple(dist.get_process_group_ranks(shards.get_group(axis))), [])
+            if name not in names:
+                names.append(name)
     return found

@@ -6,7 +6,7 @@ writes down is what a device would be asked to do, in order.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moestro.graph.trace.attention import pairs_of
+from moestro.graph.trace.fused import pairs_of
 from moestro.graph.trace.collectives import Message, arrive, message_of
 from moestro.graph.trace.device import VirtualDevice
 from moestro.graph.trace.ops import Cost, bytes_of, cost_of, makes_weight, moves, tensors
+from moestro.graph.trace.routing import Routing
 from moestro.graph.trace.values import Values
 
 Phase = Literal["setup", "between", "forward", "recompute", "backward", "gradients", "update"]
@@ -67,13 +68,39 @@ class Sync:
     other: int  # the stream waited for, or the event
 
 
+@dataclass(slots=True)
+class Life:
+    """Of a storage, between two events (by their numbers); died is None for one that outlives the trace."""
+
+    bytes: int
+    born: int
+    died: int | None
+    maker: str  # the operation
+    place: Place
+    of_weight: bool  # made of a parameter in its shape: a copy in another type, a gradient
+
+
 @dataclass
 class Memory:
-    """Bytes of storages. `timeline`: (number of the event, bytes alive after it) whenever they change."""
+    """Of the device, in bytes. Where a storage changes its size, as FSDP2's do, it has several lives."""
 
     alive: int = 0
+    of_weights: int = 0  # of those alive, in lives `of_weight`
     peak: int = 0
-    timeline: list[tuple[int, int]] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+
+    def timeline(self) -> list[tuple[int, int]]:
+        """(number of the event, bytes alive after it) wherever they change, in order."""
+        changes: dict[int, int] = {}
+        for life in self.lives:
+            changes[life.born] = changes.get(life.born, 0) + life.bytes
+            if life.died is not None:
+                changes[life.died] = changes.get(life.died, 0) - life.bytes
+        total, found = 0, []
+        for event in sorted(changes):
+            total += changes[event]
+            found.append((event, total))
+        return found
 
 
 Event = Op | Exchange | Sync
@@ -83,19 +110,22 @@ class Recorder(TorchDispatchMode):
     """Between the mode of fake tensors and the program. `phase` and `micro` are set from outside, except that backward
     and recomputation are found."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, routing: Routing) -> None:
         super().__init__()
-        self.values = values
+        self.values = Values(routing, self._call)
         self.phase: Phase = "setup"
         self.micro: tuple[int, int] | None = None
         self.path: list[str] = []
         self.recomputing = 0
+        self.entered: Callable[[], None] | None = None  # called when the outermost module begins …
+        self.turned: Callable[[], None] | None = None  # … and in backward
         self.events: list[Event] = []
         self.memory = Memory()
         # Of autograd's nodes, by their numbers in order: where the operation that they differentiate ran.
         self._numbers: list[int] = []
         self._origins: list[tuple[tuple[str, ...], tuple[int, int] | None]] = []
-        self._storages: dict[int, int] = {}
+        self._origin: tuple[tuple[str, ...], tuple[int, int] | None] = ((), None)  # of what backward did last
+        self._lives: dict[int, Life] = {}  # of the storages there are
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -120,11 +150,15 @@ class Recorder(TorchDispatchMode):
         else:
             self.values.follow(func, args, kwargs, out)
             self._note_op(func, args, kwargs, out, place)
-        self._note_memory(out)
+        self._note_memory(func, args, out, place)
         return out
 
     def note_sync(self, what: str, stream: int, other: int) -> None:
         self.events.append(Sync(what, stream, other))
+
+    def _call(self) -> tuple[object, bool]:
+        place = self._place()
+        return (place.path, place.micro), place.phase == "recompute"
 
     def _place(self) -> Place:
         stream = current_stream()
@@ -135,18 +169,17 @@ class Recorder(TorchDispatchMode):
                 self._numbers.append(number)
                 self._origins.append((path, self.micro))
             return Place(self.phase, path, self.micro, stream)
-        path, micro = self._origin()
-        if self.recomputing:
-            return Place("recompute", tuple(self.path) or path, micro, stream)
-        return Place("backward", path, micro, stream)
-
-    def _origin(self) -> tuple[tuple[str, ...], tuple[int, int] | None]:
-        """Of the node that runs now. A node has the number that was the next one when its operation ran."""
+        if self.turned is not None:
+            self.turned()
         node = torch._C._current_autograd_node()
-        if node is None or not self._numbers:
-            return (), self.micro
-        at = bisect_right(self._numbers, node._sequence_nr() + 1) - 1
-        return self._origins[max(at, 0)]
+        if node is not None and self._numbers:
+            # A node has the number that was the next one when its operation ran.
+            at = bisect_right(self._numbers, node._sequence_nr() + 1) - 1
+            self._origin = self._origins[max(at, 0)]
+        path, micro = self._origin
+        if self.recomputing:
+            return Place("recompute", _continued(path, self.path), micro, stream)
+        return Place("backward", path, micro, stream)
 
     def _note_op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, place: Place) -> None:
         outputs, inputs = tensors([out]), tensors(args)
@@ -185,34 +218,41 @@ class Recorder(TorchDispatchMode):
         blocking = func.namespace == "c10d" and not any(a is True for a in args)
         self.events.append(Exchange(message, place, blocking))
 
-    def _note_memory(self, out: Any) -> None:
+    def _note_memory(self, func: Any, args: Sequence[Any], out: Any, place: Place) -> None:
         for tensor in tensors([out]):
-            if tensor.device.type == "cpu" or not isinstance(tensor, FakeTensor):
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "cpu":
                 continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._storages:
-                self._grow(key, storage.nbytes())
+            key, size = storage._cdata, storage.nbytes()
+            life = self._lives.get(key)
+            if life is None:
+                weakref.finalize(storage, self._end, key)
+            elif life.bytes == size:
                 continue
-            self._storages[key] = 0
-            self._grow(key, storage.nbytes())
-            weakref.finalize(storage, self._free, key)
+            else:
+                self._end(key)
+            parameters = [t for t in tensors(args) if isinstance(t, nn.Parameter)]
+            of_weight = cost_of(func, args, out) is None and any(t.shape == tensor.shape for t in parameters)
+            life = self._lives[key] = Life(size, len(self.events), None, func._schema.name, place, of_weight)
+            memory = self.memory
+            memory.lives.append(life)
+            memory.alive += size
+            memory.of_weights += size * of_weight
+            memory.peak = max(memory.peak, memory.alive)
 
-    def _grow(self, key: int, size: int) -> None:
-        """FSDP2 frees and fills a storage in place."""
-        change = size - self._storages[key]
-        if change:
-            self._storages[key] = size
-            self._change(change)
+    def _end(self, key: int) -> None:
+        life = self._lives.pop(key, None)
+        if life is not None:
+            life.died = len(self.events)
+            self.memory.alive -= life.bytes
+            self.memory.of_weights -= life.bytes * life.of_weight
 
-    def _free(self, key: int) -> None:
-        self._change(-self._storages.pop(key, 0))
 
-    def _change(self, size: int) -> None:
-        memory = self.memory
-        memory.alive += size
-        memory.peak = max(memory.peak, memory.alive)
-        memory.timeline.append((len(self.events), memory.alive))
+def _continued(outer: tuple[str, ...], inner: list[str]) -> tuple[str, ...]:
+    """The modules of a recomputation, which begins at one of those in which its operation ran first."""
+    if inner and inner[0] in outer:
+        return (*outer[: outer.index(inner[0])], *inner)
+    return (*outer, *inner)
 
 
 def current_stream() -> int:

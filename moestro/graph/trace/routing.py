@@ -10,6 +10,7 @@ A choice is the order of C candidates, of each row. Rows fall on them as `Routin
 * recorded: choices [rows, K] of a real run, one call after the other, from the beginning again when they are used up.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -25,12 +26,17 @@ class Routing:
 
     def __init__(self, config: RoutingConfig, recorded: Sequence[Tensor] = (), seed: int = 0) -> None:
         self.config, self.recorded = config, list(recorded)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.calls = 0
+        self.seed, self.calls = seed, 0
+        self.generator = torch.Generator()
+        self._waiting: dict[object, list[int]] = defaultdict(list)  # of each place, calls that have not been repeated
 
-    def order(self, rows: int, candidates: int) -> Tensor:
-        """[rows, candidates] int64: each row's candidates, the best first."""
-        call, self.calls = self.calls, self.calls + 1
+    def order(self, rows: int, candidates: int, place: object = None, again: bool = False) -> Tensor:
+        """[rows, candidates] int64: each row's candidates, the best first.
+
+        again: as in the first call from this place that has not been repeated yet (recomputation must choose the same).
+        """
+        call = self._number(place, again)
+        self.generator.manual_seed(self.seed + call)
         if self.recorded:
             found = self._recorded(self.recorded[call % len(self.recorded)], rows, candidates)
             if found is not None:
@@ -41,6 +47,13 @@ class Routing:
         if self.config.kind == "measured":
             alpha = skew(self.config.max_over_mean or 1.0, candidates, min(TOP, candidates))
         return self._drawn(power_law(candidates, alpha), rows)
+
+    def _number(self, place: object, again: bool) -> int:
+        if again and self._waiting[place]:
+            return self._waiting[place].pop(0)
+        call, self.calls = self.calls, self.calls + 1
+        self._waiting[place].append(call)
+        return call
 
     def _balanced(self, rows: int, candidates: int) -> Tensor:
         blocks = -(-rows // candidates)

@@ -10,11 +10,10 @@ from torch.nn.modules import module as hooks
 from torch.utils import checkpoint
 
 from moestro.config.plan import RoutingConfig
-from moestro.graph.trace.attention import FusedAttention
+from moestro.graph.trace.fused import FusedKernels
 from moestro.graph.trace.device import Shapes, VirtualDevice, accelerator
 from moestro.graph.trace.recorder import Recorder
 from moestro.graph.trace.routing import Routing
-from moestro.graph.trace.values import Values
 from moestro.graph.trace.world import world_of
 
 
@@ -26,14 +25,16 @@ def recording(
 
     recorded: choices [rows, K] of a real run, see `routing`.
     """
-    recorder = Recorder(Values(Routing(routing or RoutingConfig(), recorded)))
+    recorder = Recorder(Routing(routing or RoutingConfig(), recorded))
     with ExitStack() as stack:
         device = stack.enter_context(accelerator())
         stack.enter_context(world_of(world_size, rank, device))
+        # Backward in this thread, as the modes below have parts that other threads do not see.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_watched_modules(recorder))
         stack.enter_context(_watched_recomputation(recorder))
         VirtualDevice.listener = recorder.note_sync
-        for mode in (Shapes(), FusedAttention(), recorder):
+        for mode in (Shapes(), FusedKernels(), recorder):
             stack.enter_context(mode)
         yield recorder, device
 
@@ -44,6 +45,8 @@ def _watched_modules(recorder: Recorder) -> Iterator[None]:
     names: dict[int, str] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
+        if not recorder.path and recorder.entered is not None:
+            recorder.entered()
         for name, child in module.named_children():
             names[id(child)] = name
         recorder.path.append(f"{names.get(id(module), '')}:{type(module).__name__}")

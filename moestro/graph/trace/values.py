@@ -6,7 +6,7 @@ is known. They begin at constants and `arange`, and at what is asked of scores w
 which the routing model gives. What other ranks would send is what this one would send in their place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,15 @@ class Known(NamedTuple):
 
 
 class Values:
-    def __init__(self, routing: Routing) -> None:
-        self.routing = routing
+    """where: in which place of the program an operation is, and whether it is done again there."""
+
+    def __init__(self, routing: Routing, where: Callable[[], tuple[object, bool]]) -> None:
+        self.routing, self.where = routing, where
+
+    def forget(self, tensor: Tensor) -> None:
+        """Its values have been overwritten by what nobody knows."""
+        if hasattr(tensor, "_known"):
+            tensor._known.state[0] = False
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The values, if they are known."""
@@ -182,8 +189,7 @@ class Values:
 
     def _forget(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for tensor in _written(func, args, kwargs):
-            if hasattr(tensor, "_known"):
-                tensor._known.state[0] = False
+            self.forget(tensor)
 
     def _choose(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: list[FakeTensor]) -> None:
         """Give values to what is asked of unknown floats."""
@@ -206,7 +212,7 @@ class Values:
         dim %= scores.dim()
         candidates = scores.shape[dim]
         with no_dispatch():
-            order = self.routing.order(scores.numel() // max(candidates, 1), candidates)
+            order = self.routing.order(scores.numel() // max(candidates, 1), candidates, *self.where())
             if func in ORDERS and not given.get("descending", given.get("largest", False)):
                 order = order.flip(1)
             shape = [n for d, n in enumerate(scores.shape) if d != dim] + [candidates]
@@ -225,6 +231,8 @@ class Values:
     def _fake_of(self, real: Tensor, like: Sequence[Any]) -> Tensor:
         device = next(_tensors(like)).device
         fake = torch.empty(real.shape, dtype=real.dtype, device=device)
+        if not isinstance(fake, FakeTensor):  # PyTorch has switched fake tensors off for a moment
+            return real
         self.set(fake, real)
         return fake
 

@@ -43,6 +43,8 @@ def load_device(name: str) -> Device:
     found = _device(exact[0]) if exact else find_device(name) if " " in wanted else None
     if found is not None:
         return found
+    if wanted in cluster_ids():
+        raise MoestroError(f"'{name}' is a cluster; a device is wanted, such as one of those it is made of")
     hint = nearest(wanted, device_ids())
     raise MoestroError(f"no device '{name}' in the catalog.{hint} `moestro hardware list` shows them all.")
 

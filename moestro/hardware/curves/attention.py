@@ -138,8 +138,8 @@ def fit_attention(
             raise MoestroError(f"no sample of {dtype} attention, and no peak and memory bandwidth to predict from")
         parts = [(attention_flops(rows[i : i + 1], phases[i])[0], seconds[i]) for i in range(len(used))]
         peak_flops = peak_flops or max(work / t for work, t in parts)
-        moved = _moved(rows, DTYPE_BYTES[dtype])
-        bytes_per_s = bytes_per_s or 2.0 * float(np.max(moved / seconds))
+        moved = [_moved(rows[i : i + 1], DTYPE_BYTES[dtype], phases[i])[0] for i in range(len(used))]
+        bytes_per_s = bytes_per_s or 2.0 * float(np.max(np.array(moved) / seconds))
         spread[0] = spread[1] = SPREAD_UNKNOWN
     made = {}
     for phase in PHASES:
@@ -164,23 +164,22 @@ def case_rows(samples: Sequence[Sample]) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(len(rows), 7)
 
 
-def _moved(rows: Floats, element_bytes: float) -> Floats:
-    """Bytes of queries, keys, values and output."""
+def _moved(rows: Floats, element_bytes: float, phase: str) -> Floats:
+    """Bytes of queries, keys, values and output, each with its gradient in bwd; of a decode step those of the cache."""
     batch, seq, heads, kv_heads, head_dim, v_head_dim, _ = rows.T
-    return np.asarray(batch * seq * (heads + kv_heads) * (head_dim + v_head_dim) * max(element_bytes, 2.0))
+    moved = {"fwd": heads + kv_heads, "bwd": 2.0 * (heads + kv_heads), "decode": kv_heads}[phase]
+    return np.asarray(batch * seq * moved * (head_dim + v_head_dim) * max(element_bytes, 2.0))
 
 
 def _physical(values: Sequence[float], rows: Floats, phase: str, units: int | None, element_bytes: float) -> Floats:
     rate, bandwidth, overhead = values
-    batch, seq, heads, kv_heads, head_dim, v_head_dim, _ = rows.T
-    work = attention_flops(rows, phase)
+    batch, seq, heads = rows.T[:3]
+    work, moved = attention_flops(rows, phase), _moved(rows, element_bytes, phase)
     if phase == "decode":
-        moved = batch * seq * kv_heads * (head_dim + v_head_dim) * max(element_bytes, 2.0)
         return np.asarray(np.maximum(work / rate, moved / bandwidth) + overhead)
     blocks = batch * heads * np.ceil(seq / BLOCK)
     # A last wave that is part full costs as much as a full one; causal blocks differ in length and even that out.
     waste = np.ceil(blocks / units) * units / blocks if units else 1.0
-    moved = _moved(rows, element_bytes) * (2.0 if phase == "bwd" else 1.0)
     return np.asarray(np.maximum(work * waste / rate, moved / bandwidth) + overhead)
 
 

@@ -1,6 +1,6 @@
-"""Scaled dot-product attention as one operation, as the kernels of accelerators have it.
+"""What PyTorch has one kernel for on an accelerator, as one operation: attention and RMSNorm.
 
-Without this a device that PyTorch knows no kernel for would compute it from products and a soft-max, with all scores in
+On a device that it knows no kernel for it would compute attention from products and a soft-max, with all scores in
 memory. Kept for backward: queries, keys, values, the output and the log-sum-exp of a row of scores.
 """
 
@@ -53,15 +53,49 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 attention.register_autograd(_backward, setup_context=_keep)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Calls of F.scaled_dot_product_attention become the operation above."""
+@torch.library.custom_op("moestro_trace::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
+    """Over the last `axes` axes. Returns the result and the inverse root mean squares, which are kept with x."""
+    raise NotImplementedError("only traced, never computed")
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[: x.dim() - axes], dtype=torch.float32)
+
+
+@torch.library.custom_op("moestro_trace::rms_norm_backward", mutates_args=())
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("only traced, never computed")
+
+
+@rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+def _norm_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, inverse = ctx.saved_tensors
+    grad_x, grad_weight = rms_norm_backward(grad, x, weight, inverse)
+    return grad_x, None if weight is None else grad_weight, None
+
+
+rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+
+
+class FusedKernels(TorchFunctionMode):
+    """Calls of F.scaled_dot_product_attention and F.rms_norm become those operations."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _attend(*args, **(kwargs or {}))
+        fused = _FUSED.get(func, func)
+        return fused(*args, **(kwargs or {}))
 
 
 def _attend(
@@ -76,6 +110,20 @@ def _attend(
 ) -> Tensor:
     out: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return out
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    out: Tensor = rms_norm(input, weight, len(normalized_shape))[0]
+    return out
+
+
+_FUSED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attend,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
 
 
 def pairs_of(query: Tensor, key: Tensor, mask: Tensor | None, mask_values: Tensor | None, causal: bool) -> float:

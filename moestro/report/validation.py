@@ -1,0 +1,83 @@
+"""The page of a validation: predicted over measured step times, a point for each run."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moestro.config.files import write_whole
+from moestro.predict.validate import Row, Validation, group
+from moestro.report.style import BLUE, INK, MUTED, ORANGE, figure
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+KINDS = ((False, "dense", BLUE), (True, "mixture of experts", ORANGE))
+
+
+def write_page(found: Validation, path: Path) -> None:
+    """One HTML file that needs nothing else."""
+    from plotly.offline import get_plotlyjs
+
+    whole = group("all", found.rows)
+    how = (
+        "each source predicted with constants fitted to the others" if found.held_out else "with the shipped constants"
+    )
+    text = (
+        f"{whole.runs:,} runs, {how}: median error {whole.median:.1%}, nine of ten within {whole.p90:.1%}, "
+        f"bias {whole.bias:+.1%}"
+    )
+    plot = scatter(found.rows).to_html(full_html=False, include_plotlyjs=False)
+    library = get_plotlyjs().replace("</script", "<\\/script")
+    title = "Predicted and measured step times"
+    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
+    hint = "The line is a perfect prediction, the dotted ones are 25 % off. Point at a run to see what it is."
+    write_whole(
+        path,
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} · Moestro</title>'
+        f"<style>{style}</style><script>{library}</script></head>\n"
+        f"<body><h1>{title}</h1><p>{escape(text)}</p>{plot}<p>{hint}</p></body></html>\n",
+    )
+
+
+def scatter(rows: Sequence[Row]) -> "Figure":
+    """Seconds on both axes, in powers of ten."""
+    from plotly.graph_objects import Scatter
+
+    measured = [row.run.measured for row in rows]
+    ends = [min(measured) / 2, max(measured) * 2]
+    lines = [
+        Scatter(
+            x=ends,
+            y=[factor * end for end in ends],
+            mode="lines",
+            line={"color": MUTED, "width": 1, "dash": "solid" if factor == 1 else "dot"},
+            hoverinfo="skip",
+            showlegend=False,
+        )
+        for factor in (0.75, 1.0, 1.25)
+    ]
+    points = []
+    for is_moe, name, colour in KINDS:
+        own = [row for row in rows if row.run.is_moe == is_moe]
+        points.append(
+            Scatter(
+                x=[row.run.measured for row in own],
+                y=[row.predicted for row in own],
+                mode="markers",
+                name=name,
+                marker={"color": colour, "size": 5, "opacity": 0.6},
+                text=[_label(row) for row in own],
+                hovertemplate="%{text}<br>measured %{x:.3g} s, predicted %{y:.3g} s<extra></extra>",
+            )
+        )
+    log = {"type": "log", "tickformat": "~g"}
+    drawn = figure([*lines, *points], "predicted seconds", height=620, hovermode="closest")
+    drawn.update_xaxes(title_text="measured seconds", dtick=1, **log)
+    drawn.update_yaxes(dtick=1, **log)
+    return drawn
+
+
+def _label(row: Row) -> str:
+    run = row.run
+    return escape(f"{run.model}, {run.num_devices} × {run.device}, {run.workload.precision}: {row.error:+.0%}")
