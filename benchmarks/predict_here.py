@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         profile = arguments.profile or _measure(place / "profile", max(arguments.ranks))
-        found = []
+        found: list[Outcome] = []
         for name, changes in MODELS.items():
             for ranks in arguments.ranks:
                 found.append(_one(name, changes, ranks, arguments.steps, profile, place / f"{len(found)}"))

@@ -27,9 +27,9 @@ from moestro.model.moe.experts import Experts
 from moestro.model.moe.router import Router, RouterStats, Routing, TokenGroups
 from moestro.parallel.exchange import Exchange, Packing, build_exchange
 from moestro.parallel.layout import Layout
+from moestro.parallel.local import run_on_ranks
 from moestro.parallel.mesh import build_mesh
 from papers.network import Network, Route, break_even, leader_speed_up, two_hop_speed_up
-from moestro.parallel.local import run_on_ranks
 from papers.result import Check, PaperResult, Progress
 
 SHAPES = ((2, 2), (2, 4), (4, 2))  # nodes, devices of a node

@@ -30,9 +30,9 @@ from moestro.model.moe.router import RouterStats, Routing
 from moestro.parallel.exchange import build_exchange
 from moestro.parallel.experts import ExpertMix, chunk_bytes, worst_rows
 from moestro.parallel.layout import Layout
+from moestro.parallel.local import run_on_ranks
 from moestro.parallel.mesh import Mesh, build_mesh
 from papers.live_bytes import LiveBytes
-from moestro.parallel.local import run_on_ranks
 from papers.result import Check, PaperResult, Progress
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 128, 16, 8

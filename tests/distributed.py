@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks.
 
 The ranks are forks of one process that a test worker starts at its first need and keeps: interpreter and torch, some
-five seconds, are paid once and not for every test. Never forks of pytest's own process, whose threads would not survive.
+five seconds, are paid once and not for every test. Never forks of pytest itself, whose threads would not survive.
 """
 
 import os

@@ -70,7 +70,8 @@ class _Bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.bar.start()
         task = self.bar.add_task("")
         return lambda what, done, of: self.bar.update(task, description=what, completed=done, total=of)

@@ -28,6 +28,10 @@ def predict(
     run: Annotated[
         Path | None, typer.Option("--from", help="A run's folder: its settings, and its measured step beside.")
     ] = None,
+    trace: Annotated[
+        str, typer.Option(help="module:function of your own: any PyTorch training step, traced without running it.")
+    ] = "",
+    world: Annotated[int, typer.Option(min=1, help="Ranks of a traced program.")] = 1,
     exact: Annotated[bool, typer.Option("--exact", help="Simulate the pipeline pass by pass.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Of the whole training; by default train.steps tell.")] = None,
     usd_per_hour: Annotated[float | None, typer.Option(help="For one device, instead of the catalog's price.")] = None,
@@ -41,8 +45,8 @@ def predict(
 ) -> None:
     """Predict a training step: time with its parts, memory, tokens per second, days and dollars. Nothing is run.
 
-    Without plan.* the layout is the trainer's, from the [parallel] section. With it, the plan is what you give; dp is
-    what the devices leave.
+    Without plan.* the layout is the trainer's, by parallel.*; with it, the plan is what you give, and dp is what the
+    devices leave. docs/predicting.md tells more.
     """
     import json
 
@@ -50,8 +54,15 @@ def predict(
     from moestro.errors import MoestroError
     from moestro.predict.predict import predict_step
 
+    if trace:
+        if preset is not None or run is not None:
+            raise MoestroError(
+                "--trace has the model and the layout in its function; leave the preset, overrides and --from out"
+            )
+        _predict_traced(trace, world, _target(hardware, profile, devices), as_json)
+        return
     if run is not None and preset is not None and "=" in preset:  # there is no preset to give, only overrides
-        preset, overrides = None, [preset, *(overrides or ())]
+        overrides, preset = [preset, *(overrides or ())], None
     if (preset is None) == (run is None):
         raise MoestroError("give a preset (or a TOML file), or --from RUN; `moestro config list` shows the presets")
     measured_s = None
@@ -82,6 +93,24 @@ def predict(
     print_prediction(Path(preset).name if run is None else str(run), found, outlook, workload, plan, target)
     if perfetto is not None:
         typer.echo(f"trace  {perfetto}")
+
+
+def _predict_traced(name: str, world: int, target: "Target", as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from moestro.cli.predict_tables import print_traced
+    from moestro.graph.trace import trace_function
+    from moestro.predict.predict import predict_traced
+
+    graph = trace_function(name, world)
+    time = predict_traced(graph, target)
+    _keep(target)
+    if as_json:
+        tree = {"devices": world, "model_flops": graph.model_flops, "profile": target.profile, "notes": graph.notes}
+        typer.echo(json.dumps({**tree, "time": {**asdict(time), "total": time.total}}, indent=1))
+        return
+    print_traced(name, graph, time, target)
 
 
 def _read(preset: str, overrides: Sequence[str]) -> "tuple[Config, Workload, dict[str, Any]]":

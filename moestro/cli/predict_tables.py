@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from moestro.config.plan import Plan, Workload
+    from moestro.graph.words import StepGraph
     from moestro.predict.cost import Cost
     from moestro.predict.energy import Energy
     from moestro.predict.target import Target
@@ -106,6 +107,19 @@ def print_prediction(
         console.print(f"GB of each pipeline rank: {ranks}", style="dim")
     _print_list(console, "rests on", found.notes)
     _print_list(console, "not included", found.memory.excluded)
+
+
+def print_traced(name: str, graph: "StepGraph", time: "TimeBreakdown", target: "Target") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    console.print(f"{name} on {graph.world_size:,} × {target.place.device.name}", style="bold", markup=False)
+    console.print(f"traced; priced by: {target.profile}\n", style="dim", markup=False)
+    console.print(_time_table(time))
+    _print_communication(console, time)
+    if graph.model_flops:
+        console.print(f"matrix products: {si(graph.model_flops, 'FLOPs')} on all ranks", style="dim", markup=False)
+    _print_list(console, "rests on", (*target.notes, *graph.notes))
 
 
 def _print_list(console: "Console", title: str, lines: tuple[str, ...]) -> None:

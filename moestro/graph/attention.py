@@ -127,6 +127,8 @@ def _latent(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
     tape.own(query, query_input, cut="rows")
     if mla.q_rank is not None:
         tape.save(tokens * mla.q_rank)
+    if tape.ours and plan.tp > 1:  # kept as gathered, queries' and keys' inputs in one
+        tape.save(tokens * (latent + (0 if mla.q_rank else hidden)))
     tape.gemm("attention", "kv up", tokens, up, mla.kv_rank)
     tape.save(tokens * latent)
     tape.own(up, mla.kv_rank, cut="rows")

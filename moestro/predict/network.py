@@ -1,14 +1,14 @@
 """Seconds of a collective, by where its ranks lie: inside a node, or over several."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moestro.config.plan import Plan
 from moestro.graph.words import Collective
 from moestro.hardware.curves.network import CollectiveModel
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """ranks on how many nodes."""
 
     ranks: int

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from moestro.config.plan import Plan, Workload
+from moestro.config.plan import Plan, RoutingConfig, Workload
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step
 from moestro.graph.words import Collective, Node, Piece, StepGraph
@@ -50,6 +50,24 @@ def predict_step(
         profile=target.profile,
         notes=(*target.notes, *graph.notes, *_notes(graph, workload, plan, target), *_fit(memory, plan, target)),
     )
+
+
+def predict_traced(graph: StepGraph, target: Target, constants: Constants | None = None) -> TimeBreakdown:
+    """The time of a traced program's step, which has no plan that anyone knows: its ranks are taken as lying in order.
+
+    Raises:
+        MoestroError: more ranks than devices, or the device cannot compute in the precision.
+    """
+    if target.devices is not None and graph.world_size > target.devices:
+        raise MoestroError(
+            f"the program was traced for {graph.world_size} ranks, and there are {target.devices} devices"
+        )
+    plan = Plan(dp=graph.world_size)
+    network = NetworkPricer(target.curves.network, plan, target.place.node_size)
+    costs = price(graph, KernelPricer(target.curves, RoutingConfig(), ep=1), network)
+    if constants is None:
+        constants = target.constants or load_calibration().of(target.place.device.id, "fused")
+    return compose(costs, plan, target, constants)
 
 
 def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
@@ -143,8 +161,8 @@ def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> 
         curve = curves.product(dtype) if flops > NOTED * sum(work.values()) else None
         if curve is not None and not curve.samples:
             notes.append(f"no products measured on {device.id} in {dtype}: {curve.basis}")
-    for basis, dimensions in sorted(guessed.items()):
-        source = "another device's, scaled" if basis == "other device" else "the catalog's bandwidth"
+    for name, dimensions in sorted(guessed.items()):
+        source = "another device's, scaled" if name == "other device" else "the catalog's bandwidth"
         notes.append(f"collectives of {', '.join(sorted(dimensions))} by {source}: none measured here")
     if target.constants is None:
         notes += _calibration(workload, device.id)

@@ -1,6 +1,6 @@
 """What a step is predicted for: devices of the catalog, a cluster, or a measured machine."""
 
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -9,9 +9,10 @@ from moestro.config.plan import Workload
 from moestro.errors import MoestroError, nearest
 from moestro.hardware.catalog import cluster_ids, device_ids, load_cluster, load_device
 from moestro.hardware.catalog.reading import read_tree
+from moestro.hardware.curves.transfer import TransferCurve, fit_transfer
 from moestro.hardware.devices import Cluster, Device, Memory, Nic, Node
 from moestro.hardware.figures import Figure
-from moestro.hardware.profile import MachineProfile
+from moestro.hardware.profile import MachineProfile, Sample
 from moestro.predict.cache import known_curves
 from moestro.predict.constants import Constants, generation, load_calibration
 from moestro.predict.curves import DeviceCurves, profile_curves
@@ -139,28 +140,27 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
     known = load_device(machine.device_id) if machine.device_id in device_ids() else None
     device = known or Device(
         id=machine.device_id or "measured", name=machine.device_name, vendor="unknown", kind="cpu" if cpu else "gpu",
-        year=2000, memory=Memory(),
+        year=2000, memory=_memory(profile),
     )  # fmt: skip
     call_s, note = _call_s(profile)
     if cpu:  # experts run one by one: as products, and their calls are counted with the host's
         samples = tuple(sample for sample in profile.samples if sample.op != "moe_experts")
         profile = profile.model_copy(update={"samples": samples})
     curves = profile_curves(profile, device)
+    curves.copy = _memory_curve(profile) or curves.copy
     if known is not None and not cpu and load_calibration().devices.get(known.id):
         constants = None  # what training adds to such kernels is known
     else:
         constants = AS_MEASURED.model_copy(
             update={
                 "launch_s": call_s * (CALLS if cpu else 1),
-                "memory": _over_copies(profile, curves, ELEMENTWISE),
-                "optimizer": _over_copies(profile, curves, ("adamw",)),
+                "optimizer": _over_memory(profile, curves.copy, "adamw"),
             }
         )
-    notes = (note,) if note else ()
+    notes = [note] if note else []
     if machine.load_average is not None and machine.load_average > 0.5:
-        notes += (
-            f"the machine was busy while it was measured (load {machine.load_average:.1f}): the profile is suspect",
-        )
+        load = f"load {machine.load_average:.1f}"
+        notes.append(f"the machine was busy while it was measured ({load}): the profile is suspect")
     return Target(
         place=Place(device, 1_000_000 if cpu else max(1, machine.num_devices)),  # processes of one CPU: one node
         curves=curves,
@@ -171,7 +171,7 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
         memory_bytes=machine.memory_bytes,
         peak_flops=None if known and not cpu else _best_rate(profile),
         constants=constants,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
@@ -183,13 +183,38 @@ def _call_s(profile: MachineProfile) -> tuple[float, str]:
     return 0.0, "the profile has no host section: the host's time between operations is not in the step"
 
 
-def _over_copies(profile: MachineProfile, curves: DeviceCurves, ops: Sequence[str]) -> float:
-    """Time of operations over that of a copy that moves as many bytes, the median over samples; 1 without any."""
-    copy = curves.copy
-    samples = [s for s in profile.samples if s.op in ops and s.bytes_moved]
-    if copy is None or not samples:
+def _memory(profile: MachineProfile) -> Memory:
+    """Its bandwidth, for profiles with too few sizes of copies for a curve."""
+    gbps = profile.constants.get("memory_gbps")
+    return Memory() if gbps is None else Memory(gbps=Figure(achieved=gbps, achieved_source="the profile"))
+
+
+def _memory_curve(profile: MachineProfile) -> TransferCurve | None:
+    """Time over bytes moved of what training does beside products: norms, activations, gathers, of the sizes measured;
+    of smaller ones that of copies. None where the profile has no such operations: then copies stand for all.
+    """
+    rates = defaultdict[float, list[Sample]](list)
+    for sample in profile.samples:
+        if sample.op in ELEMENTWISE and sample.bytes_moved and "tokens" in sample.case:
+            rates[sample.number("tokens")].append(sample)
+    points = []
+    for some in rates.values():
+        size = median(s.bytes_moved or 0.0 for s in some)
+        points.append((size, size * median(s.median_s / (s.bytes_moved or 1.0) for s in some)))
+    if not points:
+        return None
+    least = min(points)[0] / 4
+    small = [(2 * s.number("bytes"), s.median_s) for s in profile.of("copy") if 2 * s.number("bytes") < least]
+    sizes, seconds = zip(*sorted(small + points), strict=True)
+    return fit_transfer(sizes, seconds, forms=("piecewise",))
+
+
+def _over_memory(profile: MachineProfile, curve: TransferCurve | None, op: str) -> float:
+    """Time of an operation over what the curve says of its bytes, the median over samples; 1 without any."""
+    samples = [sample for sample in profile.samples if sample.op == op and sample.bytes_moved]
+    if curve is None or not samples:
         return 1.0
-    return median(s.median_s / float(copy.seconds(s.bytes_moved or 0.0)) for s in samples)
+    return median(s.median_s / float(curve.seconds(s.bytes_moved or 0.0)) for s in samples)
 
 
 def _best_rate(profile: MachineProfile) -> float | None:

@@ -132,6 +132,33 @@ class TestPredict:
         assert "predicted -" in line
         assert tree("--from", str(run), "train.recompute=block", "--profile", measured)["plan"]["recompute"] == "block"  # type: ignore[index]
 
+    def test_a_traced_function(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it takes, from a graph that tracing would give."""
+        from moestro.config import load_config
+        from moestro.config.plan import Plan
+        from moestro.graph.convert import workload_of
+        from moestro.graph.count import count_step
+
+        plan = Plan(dp=4)
+        config = load_config(PRESET, ("train.dtype=bf16", "train.global_batch_size=8")).config
+        graph = count_step(workload_of(config), plan)
+        asked = []
+        monkeypatch.setattr("moestro.graph.trace.trace_function", lambda *given: asked.append(given) or graph)
+        done = predict("--trace", "my:step", "--world", "4", "--hardware", "h100-8")
+        assert done.code == 0, done.err
+        assert asked == [("my:step", 4)]
+        assert "my:step on 4 × NVIDIA H100 SXM" in done.out
+        assert "all communication" in done.out
+        found = tree("--trace", "my:step", "--world", "4", "--hardware", "h100-8")
+        counted = tree(PRESET, *BF16, "train.global_batch_size=8", "plan.dp=4", "train.micro_batch_size=1")
+        assert found["time"]["total"] == pytest.approx(counted["time"]["total"])  # type: ignore[index]
+        crowded = predict("--trace", "my:step", "--world", "4", "--hardware", "h100-8", "--devices", "2")
+        assert crowded.code == 2
+        assert "traced for 4 ranks, and there are 2" in crowded.err
+        mixed = predict("--trace", "my:step", PRESET, "--hardware", "h100-8")
+        assert mixed.code == 2
+        assert "leave the preset" in mixed.err
+
     def test_writes_a_trace(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "trace.json"
         assert predict(PRESET, *BF16, "plan.pp=2", "train.micro_batch_size=1", "--perfetto", str(path)).code == 0
@@ -177,8 +204,8 @@ DENSE = {
     "precision": "bf16", "metric": "step_time_ms", "value": "100", "year": "2024",
 }  # fmt: skip
 OTHERS = (
-    "gpus_per_node", "ep", "cp", "vpp", "zero", "experts", "topk", "expert_ffn", "recompute", "flash_attn", "interconnect",
-    "ffn", "kv_heads", "shared_experts", "params_total_b", "notes",
+    "gpus_per_node", "ep", "cp", "vpp", "zero", "experts", "topk", "expert_ffn", "recompute", "flash_attn",
+    "interconnect", "ffn", "kv_heads", "shared_experts", "params_total_b", "notes",
 )  # fmt: skip
 ROWS = (
     DENSE,

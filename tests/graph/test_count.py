@@ -185,9 +185,11 @@ def test_what_was_counted_before_changes_nothing(
 
 OUTSIDE: list[tuple[dict[str, object], dict[str, object]]] = [
     ({}, {}),
+    ({}, {"zero": 1}),
+    ({}, {"zero": 1, "bucket_bytes": 1e4}),
     ({"optimizer": "muon"}, {"zero": 1}),
     ({"optimizer": "muon"}, {"zero": 1, "shard": 2}),
-    ({"global_batch_size": 16}, {"zero": 1, "bucket_bytes": 1e4}),
+    ({"global_batch_size": 16}, {"zero": 1}),
     ({}, {"zero": 3}),
     ({}, {"zero": 3, "shard": 2}),
     ({}, {"pp": 2, "schedule": "interleaved", "vpp": 2}),
@@ -313,10 +315,11 @@ def test_an_exchange_sends_what_its_kind_sends(dispatch: str) -> None:
     between = volumes(graph, "ep_between")
     if dispatch == "two_hop":
         assert between["forward all_to_all"] == pytest.approx(2 * distinct_ranks(16, 4, 2) * row)
-        first = [n for n in graph.stages[0].forward if n.name.startswith(("dispatch b", "dispatch i", "combine b"))]
-        assert [n.name for n in first[:3]] == [
+        first = [n for n in graph.stages[0].forward if n.name.endswith(" nodes")]
+        assert [n.name for n in first[:4]] == [
             "dispatch between nodes",
             "dispatch inside nodes",
+            "combine inside nodes",
             "combine between nodes",
         ]
         assert [n.ranks for n in first[:2]] == [2, 4]  # type: ignore[union-attr]

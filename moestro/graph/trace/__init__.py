@@ -1,7 +1,7 @@
 """StepGraphs of real programs: run on tensors without values, among ranks that do not exist, and written down.
 
-    trace_step(config, 64)                    the trainer's own step, at any world size
-    trace_function("train:step", 64)          anyone's
+trace_step(config, 64)                    the trainer's own step, at any world size
+trace_function("train:step", 64)          anyone's
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,7 @@ def trace_step(
     from moestro.parallel.layout import resolve_layout
 
     layout = resolve_layout(config.in_phase(0), world_size, ranks_per_node or world_size)
-    traces = [
-        trace_rank(config, world_size, rank, routing, recorded, ranks_per_node) for rank in unique_ranks(layout)
-    ]
+    traces = [trace_rank(config, world_size, rank, routing, recorded, ranks_per_node) for rank in unique_ranks(layout)]
     return graph_of(config, traces)
 
 

@@ -85,7 +85,7 @@ def message_of(func: Any, args: Sequence[Any]) -> Message | None:
     if namespace == "_c10d_functional" and name in _FUNCTIONAL:
         op = _FUNCTIONAL[name]
         strings = [a for a in args if isinstance(a, str)]
-        group = dist.distributed_c10d._resolve_process_group(strings[-1])
+        group = dist.distributed_c10d._resolve_process_group(strings[-1])  # type: ignore[arg-type]
         ranks = tuple(dist.get_process_group_ranks(group))
         sent = received = ()
         if op == "all_to_all":
@@ -131,7 +131,7 @@ def arrive(values: Values, func: Any, args: Sequence[Any], message: Message, out
         if real is None or output.dtype.is_floating_point:
             continue
         with no_dispatch():
-            found = _arrived(real, message, output, args)
+            found = _arrived(real, message, output, args, values.sums)
             beside = getattr(output, "_known", None)
             if beside is not None and beside.real.shape == output.shape:
                 beside.real.copy_(found.view(output.shape))
@@ -140,12 +140,12 @@ def arrive(values: Values, func: Any, args: Sequence[Any], message: Message, out
                 values.set(output, found.reshape(output.shape).clone())
 
 
-def _arrived(real: Tensor, message: Message, output: Tensor, args: Sequence[Any]) -> Tensor:
+def _arrived(real: Tensor, message: Message, output: Tensor, args: Sequence[Any], is_sum: bool) -> Tensor:
     ranks, me = len(message.group), message.group.index(dist.get_rank())
     if message.op == "all_reduce":
-        operation = next((a for a in args if isinstance(a, torch.ScriptObject) and "ReduceOp" in str(a._type())), None)
-        is_sum = operation is None or dist.ReduceOp.unbox(operation) == dist.ReduceOp.SUM
-        return real * ranks if is_sum and real.dtype != torch.bool else real
+        words = [a for a in args if isinstance(a, str)]  # functional collectives say it
+        sums = words[0] == "sum" if words else is_sum
+        return real * ranks if sums and real.dtype != torch.bool else real
     if message.op == "all_gather":
         return real.reshape(-1).repeat(output.numel() // max(real.numel(), 1))
     if message.op == "reduce_scatter":

@@ -20,22 +20,22 @@ from moestro.errors import MoestroError
 NAME = "virtual"
 
 
-class Stream:
+class VirtualStream:
     """A line of work. `number` 0 is the default one."""
 
     made = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.number = self.stream_id = Stream.made
-        Stream.made += 1
+        self.number = self.stream_id = VirtualStream.made
+        VirtualStream.made += 1
         self.device_index, self.device_type = 0, 20  # PrivateUse1 among PyTorch's device types
-        self._outer: list[Stream] = []
+        self._outer: list[VirtualStream] = []
 
     @property
     def device(self) -> torch.device:
         return torch.device(NAME, 0)
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "VirtualStream":
         self._outer.append(VirtualDevice.current)
         VirtualDevice.current = self
         return self
@@ -43,14 +43,14 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         VirtualDevice.current = self._outer.pop()
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other: "VirtualStream") -> None:
         VirtualDevice.note("wait", self, other.number)
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "VirtualEvent") -> None:
         VirtualDevice.note("wait event", self, event.number)
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
+    def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
+        event = event or VirtualEvent()
         event.record(self)
         return event
 
@@ -61,17 +61,17 @@ class Stream:
         return True
 
 
-class Event:
+class VirtualEvent:
     made = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        Event.made += 1
-        self.number = Event.made
+        VirtualEvent.made += 1
+        self.number = VirtualEvent.made
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: VirtualStream | None = None) -> None:
         VirtualDevice.note("record event", stream or VirtualDevice.current, self.number)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: VirtualStream | None = None) -> None:
         VirtualDevice.note("wait event", stream or VirtualDevice.current, self.number)
 
     def synchronize(self) -> None:
@@ -80,20 +80,20 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: "Event") -> float:
+    def elapsed_time(self, _: "VirtualEvent") -> float:
         return 1.0  # ms; programs divide by it
 
 
 class VirtualDevice:
     """What `torch.virtual` is."""
 
-    Stream, Event = Stream, Event
-    current = default = Stream()
+    Stream, Event = VirtualStream, VirtualEvent  # PyTorch looks for these names
+    current = default = VirtualStream()
     present = False
     listener: Any = None  # called with (what, stream number, number of the other stream or of the event)
 
     @classmethod
-    def note(cls, what: str, stream: Stream, other: int) -> None:
+    def note(cls, what: str, stream: VirtualStream, other: int) -> None:
         if cls.listener is not None:
             cls.listener(what, stream.number, other)
 
@@ -121,19 +121,19 @@ class VirtualDevice:
     def set_device(_: Any) -> None: ...
 
     @classmethod
-    def current_stream(cls, _: Any = None) -> Stream:
+    def current_stream(cls, _: Any = None) -> VirtualStream:
         return cls.current
 
     @classmethod
-    def default_stream(cls, _: Any = None) -> Stream:
+    def default_stream(cls, _: Any = None) -> VirtualStream:
         return cls.default
 
     @classmethod
-    def set_stream(cls, stream: Stream) -> None:
+    def set_stream(cls, stream: VirtualStream) -> None:
         cls.current = stream
 
     @staticmethod
-    def stream(stream: Stream) -> Stream:
+    def stream(stream: VirtualStream) -> VirtualStream:
         return stream
 
     @classmethod
@@ -181,7 +181,7 @@ def accelerator() -> Iterator[torch.device]:
         MoestroError: this PyTorch can have no device in Python.
     """
     if not _registered() and torch.accelerator.is_available():
-        yield torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+        yield torch.device(str(torch.accelerator.current_accelerator()), 0)
         return
     _register()
     VirtualDevice.present = True
@@ -206,7 +206,7 @@ def _register() -> None:
     if set_up is None:
         raise MoestroError(f"PyTorch {torch.__version__} has no devices written in Python; trace with 2.11 or newer")
 
-    class Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc, name-defined]
+    class Hook(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
             return VirtualDevice.present
 
@@ -222,7 +222,7 @@ def _register() -> None:
 class Shapes(FakeTensorMode):
     """PyTorch's mode of tensors without values; it never asks a device for memory, also of a device that is there."""
 
-    avoid_device_init = True  # type: ignore[assignment]
+    avoid_device_init = True
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

@@ -4,13 +4,14 @@ On a device that it knows no kernel for it would compute attention from products
 memory. Kept for backward: queries, keys, values, the output and the log-sum-exp of a row of scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 
 @torch.library.custom_op("moestro_trace::attention", mutates_args=())
@@ -88,16 +89,6 @@ def _norm_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
 
 
-class FusedKernels(TorchFunctionMode):
-    """Calls of F.scaled_dot_product_attention and F.rms_norm become those operations."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        fused = _FUSED.get(func, func)
-        return fused(*args, **(kwargs or {}))
-
-
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -119,11 +110,15 @@ def _rms_norm(
     return out
 
 
-_FUSED: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.scaled_dot_product_attention: _attend,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
-}
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """F.scaled_dot_product_attention and F.rms_norm are those operations; names imported from there are not."""
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", _attend),
+        mock.patch.object(F, "rms_norm", _rms_norm),
+        mock.patch.object(torch, "rms_norm", _rms_norm),
+    ):
+        yield
 
 
 def pairs_of(query: Tensor, key: Tensor, mask: Tensor | None, mask_values: Tensor | None, causal: bool) -> float:

@@ -42,9 +42,6 @@ def cost_of(func: Any, args: Sequence[Any], out: Any) -> Cost | None:
         return _gemm(args[1].shape[0], args[1], args[2])
     if func in (aten._scaled_mm.default, aten._scaled_mm.out):
         return _gemm(1, args[0], args[1])
-    if func in (aten.mv.default, aten.dot.default, aten.vdot.default):
-        rows, inner = (args[0].shape[0], args[0].shape[-1]) if args[0].dim() == 2 else (1, len(args[0]))
-        return Cost("gemm", (1, rows, 1, inner), 2.0 * rows * inner)
     if func is aten.convolution.default:
         return _convolution(args[0], args[1], out)
     if func is aten.convolution_backward.default:

@@ -83,7 +83,13 @@ def trace_rank(
         train_step(engine, _Watched(update, recorder), batches, short.train.grad_clip)
         groups = _groups(engine.mesh)
     stages = [
-        StageTrace(number, layout.stages[number], _parameters(stage.model), *max(sizes), _stream_bytes(stage, short_layout, short))
+        StageTrace(
+            number,
+            layout.stages[number],
+            _parameters(stage.model),
+            *max(sizes),
+            _stream_bytes(stage, short_layout, short),
+        )
         for number, stage, sizes in zip(numbers, engine.stages, saved, strict=True)
     ]
     return RankTrace(layout, rank, recorder.events, recorder.memory, stages, groups)
@@ -179,7 +185,8 @@ def _groups(mesh: Mesh) -> dict[tuple[int, ...], list[str]]:
         if group is not None:
             found.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(name)
     for name, shards in (("data", mesh.shard), ("edp", mesh.expert_shard)):
-        for axis in range(shards.ndim if shards is not None else 0):
+        for axis in range(0 if shards is None else shards.ndim):
+            assert shards is not None
             names = found.setdefault(tuple(dist.get_process_group_ranks(shards.get_group(axis))), [])
             if name not in names:
                 names.append(name)

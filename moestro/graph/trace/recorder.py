@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moestro.graph.trace.fused import pairs_of
 from moestro.graph.trace.collectives import Message, arrive, message_of
 from moestro.graph.trace.device import VirtualDevice
+from moestro.graph.trace.fused import pairs_of
 from moestro.graph.trace.ops import Cost, bytes_of, cost_of, makes_weight, moves, tensors
 from moestro.graph.trace.routing import Routing
 from moestro.graph.trace.values import Values

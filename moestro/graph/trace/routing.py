@@ -76,7 +76,7 @@ class Routing:
         place = torch.full((rows, candidates), candidates).scatter_(
             1, first, torch.arange(first.shape[1]).expand_as(first)
         )
-        return place.argsort(1, stable=True)
+        return place.argsort(dim=1, stable=True)
 
 
 def power_law(candidates: int, alpha: float) -> Tensor:

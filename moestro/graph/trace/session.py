@@ -1,17 +1,19 @@
 """Everything that has to be in place while a program is traced, and what is left of it afterwards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils import checkpoint
 
 from moestro.config.plan import RoutingConfig
-from moestro.graph.trace.fused import FusedKernels
 from moestro.graph.trace.device import Shapes, VirtualDevice, accelerator
+from moestro.graph.trace.fused import fused_kernels
 from moestro.graph.trace.recorder import Recorder
 from moestro.graph.trace.routing import Routing
 from moestro.graph.trace.world import world_of
@@ -33,10 +35,32 @@ def recording(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_watched_modules(recorder))
         stack.enter_context(_watched_recomputation(recorder))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(mock.patch.object(dist, "all_reduce", _told(dist.all_reduce, recorder)))
         VirtualDevice.listener = recorder.note_sync
-        for mode in (Shapes(), FusedKernels(), recorder):
-            stack.enter_context(mode)
+        for context in (fused_kernels(), Shapes(), recorder):
+            stack.enter_context(context)
         yield recorder, device
+
+
+def _told(all_reduce: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """The same, telling the recorder whether it adds."""
+
+    def told(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        recorder.values.sums = op == dist.ReduceOp.SUM
+        try:
+            return all_reduce(tensor, op, *args, **kwargs)
+        finally:
+            recorder.values.sums = True
+
+    return told
+
+
+class _Generator(torch.Generator):
+    """The virtual device has no random numbers of its own; nobody sees their values."""
+
+    def __new__(cls, device: object = "cpu") -> "_Generator":
+        return super().__new__(cls, device="cpu")  # type: ignore[call-arg]
 
 
 @contextmanager
@@ -45,10 +69,10 @@ def _watched_modules(recorder: Recorder) -> Iterator[None]:
     names: dict[int, str] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
-        if not recorder.path and recorder.entered is not None:
-            recorder.entered()
-        for name, child in module.named_children():
-            names[id(child)] = name
+        if not recorder.path:
+            names.update((id(child), name.rpartition(".")[2]) for name, child in module.named_modules())
+            if recorder.entered is not None and torch._C._current_graph_task_id() == -1:
+                recorder.entered()
         recorder.path.append(f"{names.get(id(module), '')}:{type(module).__name__}")
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:

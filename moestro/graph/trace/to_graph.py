@@ -10,7 +10,19 @@ from moestro.config import Config
 from moestro.config.counts import count, resolved_model
 from moestro.graph.trace.ours import RankTrace, StageTrace
 from moestro.graph.trace.recorder import Event, Exchange, Op, Place
-from moestro.graph.words import Collective, Dimension, Kernel, Node, Parameters, Piece, RankStep, Run, Saved, Stage, StepGraph
+from moestro.graph.words import (
+    Collective,
+    Dimension,
+    Kernel,
+    Node,
+    Parameters,
+    Piece,
+    RankStep,
+    Run,
+    Saved,
+    Stage,
+    StepGraph,
+)
 
 DTYPES = {
     torch.float32: "fp32",
@@ -58,7 +70,14 @@ def collective(exchange: Exchange, part: str, dimension: Dimension) -> Collectiv
     dtype = DTYPES.get(message.dtype, str(message.dtype).removeprefix("torch."))
     ranks = len(message.group)
     return Collective(
-        message.op, part, f"{part} {message.op}", dimension, ranks, float(message.bytes), dtype, overlap=not exchange.blocking
+        message.op,
+        part,
+        f"{part} {message.op}",
+        dimension,
+        ranks,
+        float(message.bytes),
+        dtype,
+        overlap=not exchange.blocking,
     )
 
 
@@ -108,7 +127,9 @@ class _Nodes:
         part = part_of(event.place, otherwise)
         if isinstance(event, Op):
             return kernel(event, part)
-        if not event.message.dtype.is_floating_point and event.message.dtype != torch.uint8 or event.place.phase == "between":
+        if (
+            not event.message.dtype.is_floating_point and event.message.dtype != torch.uint8
+        ) or event.place.phase == "between":
             part = BOOKS
         elif part == "experts" and event.message.op == "all_to_all":
             part = "dispatch"
@@ -193,13 +214,13 @@ def whole_graph(events: list[Event], world_size: int, parameters: Parameters, sa
             continue
         phase: str = "weight" if isinstance(event, Op) and event.of_weight else event.place.phase
         part = part_of(event.place, "optimizer" if phase == "update" else "other")
-        node = kernel(event, part) if isinstance(event, Op) else collective(event, part, dimension_of(event, world_size))
+        node = (
+            kernel(event, part) if isinstance(event, Op) else collective(event, part, dimension_of(event, world_size))
+        )
         phases[phase if phase in phases else "update"].append(node)
     forward, recompute, backward, weight, update = (merged(phases[name]) for name in phases)
     piece = Piece(forward, backward, weight, recompute, float(saved), float(saved), parameters=parameters)
-    stage = Stage(
-        0, 0, (), parameters, Saved(float(saved), float(saved), 0.0), (Run(piece, 1, int(bool(recompute))),)
-    )
+    stage = Stage(0, 0, (), parameters, Saved(float(saved), float(saved), 0.0), (Run(piece, 1, int(bool(recompute))),))
     flops = sum(node.flops * node.times for node in (*forward, *backward, *weight) if isinstance(node, Kernel))
     step = RankStep(0, (), (), update)
     notes = ("traced: all ranks are taken to do what this one does",)

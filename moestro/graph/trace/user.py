@@ -38,7 +38,9 @@ def find(name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        raise MoestroError(f"there is no module '{error.name}' ({name}); call from the directory that it is in") from error
+        raise MoestroError(
+            f"there is no module '{error.name}' ({name}); call from the directory that it is in"
+        ) from error
     except AttributeError as error:
         raise MoestroError(f"module '{module}' has no function '{function}'") from error
     finally:
@@ -56,9 +58,9 @@ def trace(
 ) -> tuple[StepGraph, Recorder]:
     """Call `function()`, which builds a model and runs one step, or several of which the last is taken.
 
-    It may call `torch.distributed.init_process_group` (the group is there already), read RANK and WORLD_SIZE, make device
-    meshes, and take `torch.accelerator.current_accelerator()` or "cuda" for its device. A step begins with the forward
-    of the outermost module after an optimizer has stepped.
+    It may call `torch.distributed.init_process_group` (the group is there already), read RANK and WORLD_SIZE, make
+    device meshes, and take `torch.accelerator.current_accelerator()` or "cuda" for its device. A step begins with the
+    forward of the outermost module after an optimizer has stepped.
 
     Raises:
         MoestroError: the function fails, for example because it asks for values that a trace has not; the message says
@@ -159,9 +161,9 @@ def _surroundings(device: torch.device, world_size: int, rank: int) -> Iterator[
             stack.enter_context(mock.patch.object(DeviceMesh, "__init__", on_device))
             for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "reset_peak_memory_stats"):
                 stack.enter_context(mock.patch.object(torch.cuda, name, _nothing))
-            stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
-            stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
-            stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+            stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+            stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=1))
+            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
             stack.enter_context(_CudaIsVirtual(device))
         yield
 
@@ -179,6 +181,9 @@ class _CudaIsVirtual(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.backward:  # in which this mode would else be off
+            with self:
+                return _backward(*args, **(kwargs or {}))
         if func is Tensor.cuda:
             return args[0].to(self.device)
         if func is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -190,6 +195,12 @@ class _CudaIsVirtual(TorchFunctionMode):
         if isinstance(value, torch.device):
             return self.device if value.type == "cuda" else value
         return self.device if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+def _backward(
+    loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _last_line(error: BaseException) -> str:

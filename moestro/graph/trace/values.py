@@ -34,7 +34,7 @@ SIZED_BY_VALUES = (
 )
 ORDERS = (aten.sort.default, aten.sort.stable, aten.topk.default, aten.argsort.default, aten.argsort.stable)
 BEST = (aten.argmax.default, aten.max.dim)
-# Comparisons of unknown floats: the strict ones fail, as in loops until nothing is out of bounds, the others hold, as in
+# Comparisons of unknown floats: strict ones fail, as in loops until nothing is out of bounds, the others hold, as in
 # assertions; nothing is NaN, and nothing is infinite.
 FAILS = (aten.gt.Scalar, aten.gt.Tensor, aten.lt.Scalar, aten.lt.Tensor)
 HOLDS = (aten.ge.Scalar, aten.ge.Tensor, aten.le.Scalar, aten.le.Tensor)
@@ -56,6 +56,7 @@ class Values:
 
     def __init__(self, routing: Routing, where: Callable[[], tuple[object, bool]]) -> None:
         self.routing, self.where = routing, where
+        self.sums = True  # whether the all-reduce under way adds; its operation cannot be read below
 
     def forget(self, tensor: Tensor) -> None:
         """Its values have been overwritten by what nobody knows."""
@@ -90,10 +91,12 @@ class Values:
                     size = int(mask.expand(args[0].shape).sum())
                 return args[0].new_empty(size)
             out = self._evaluate(func, args, kwargs)
+            if out is None and func is aten.bincount.default and len(args) > 2:
+                return args[0].new_empty(args[2])  # values below minlength, as they should be
             if out is None:
                 raise MoestroError(
-                    f"the size of what {func} gives depends on values, and a trace has only those of integers that come "
-                    "from constants and routing; take it out of the traced step"
+                    f"the size of what {func} gives depends on values, and a trace has only those of integers that "
+                    "come from constants and routing; take it out of the traced step"
                 )
             return tree_map(lambda real: self._fake_of(real, args) if isinstance(real, Tensor) else real, out)
         return NotImplemented

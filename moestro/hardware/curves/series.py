@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ def group_series(samples: Iterable[Sample], device: str = "") -> list[Series]:
         )
         times.setdefault(place, {}).setdefault(sample.number("bytes"), []).append(sample.median_s)
     return [
-        Series(place, tuple(sorted(by_size)), tuple(float(np.median(by_size[size])) for size in sorted(by_size)))
+        Series(place, tuple(sorted(by_size)), tuple(median(by_size[size]) for size in sorted(by_size)))
         for place, by_size in times.items()
     ]
 

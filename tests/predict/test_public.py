@@ -1,0 +1,147 @@
+"""Public runs: what a row says, what is assumed, and what makes it unusable."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from moestro.errors import MoestroError
+from moestro.predict.public import PublicRun, parse_runs
+
+ROW = {
+    "source": "github some/where", "year": "2024", "model": "Llama-3 8B", "layers": "32", "hidden": "4096",
+    "ffn": "14336", "heads": "32", "kv_heads": "8", "vocab": "128256", "seq": "8192", "hardware": "H100 SXM 80GB",
+    "gpus": "64", "gpus_per_node": "8", "tp": "2", "pp": "2", "dp": "", "ep": "", "cp": "2", "vpp": "", "zero": "",
+    "micro_batch": "1", "global_batch": "128", "precision": "bf16", "recompute": "none", "flash_attn": "yes",
+    "metric": "tokens_per_s_per_gpu", "value": "8000", "notes": "", "experts": "", "topk": "", "expert_ffn": "",
+    "shared_experts": "", "params_total_b": "", "interconnect": "",
+}  # fmt: skip
+
+
+def parse(folder: Path, **changes: str) -> tuple[list[PublicRun], dict[str, int]]:
+    path = folder / "runs.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ROW)
+        writer.writeheader()
+        writer.writerow(ROW | changes)
+    runs, unusable = parse_runs(path)
+    return runs, dict(unusable)
+
+
+def one(folder: Path, **changes: str) -> PublicRun:
+    (run,), _ = parse(folder, **changes)
+    return run
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("metric", "value", "seconds"),
+        [
+            ("step_time_ms", "1500", 1.5),
+            ("step_time_s", "1.5", 1.5),
+            ("tokens_per_s_per_gpu", "8000", 128 * 8192 / (8000 * 64)),
+            ("tokens_per_s_total", "512000", 128 * 8192 / 512000),
+        ],
+    )
+    def test_become_seconds_of_a_step(self, tmp_path: Path, metric: str, value: str, seconds: float) -> None:
+        assert one(tmp_path, metric=metric, value=value).measured == pytest.approx(seconds)
+
+    def test_flops_are_counted_with_full_attention_until_2024(self, tmp_path: Path) -> None:
+        old = one(tmp_path, metric="tflops_per_gpu", value="400", year="2024").measured
+        new = one(tmp_path, metric="tflops_per_gpu", value="400", year="2025").measured
+        assert 1.05 < old / new < 1.2
+        assert "FLOPs by our count" in one(tmp_path, metric="tflops_per_gpu").assumed
+
+    def test_memory_is_bytes(self, tmp_path: Path) -> None:
+        run = one(tmp_path, metric="peak_alloc_gib_per_gpu", value="60")
+        assert (run.quantity, run.measured) == ("bytes", 60 * 2**30)
+
+
+class TestLayout:
+    def test_data_ranks_are_what_is_left(self, tmp_path: Path) -> None:
+        plan = one(tmp_path).plan
+        assert (plan.tp, plan.pp, plan.cp, plan.dp, plan.zero) == (2, 2, 2, 8, 1)
+
+    @pytest.mark.parametrize(
+        ("text", "zero", "shard"),
+        [
+            ("FSDP FULL_SHARD", 3, None),
+            ("FSDP 64", 3, None),
+            ("FSDP 0", 1, None),
+            ("zero1 group 8", 1, 8),
+            ("3", 3, None),
+        ],
+    )
+    def test_zero(self, tmp_path: Path, text: str, zero: int, shard: int | None) -> None:
+        plan = one(tmp_path, zero=text, tp="1", pp="1", cp="1").plan
+        assert plan.zero == zero
+        assert plan.shard in (shard, 64 if text == "FSDP 64" else shard)
+
+    def test_units_of_sequences_and_batches(self, tmp_path: Path) -> None:
+        run = one(tmp_path, seq="8K", global_batch="4M tokens")
+        assert (run.workload.seq_len, run.workload.global_batch_size) == (8192, 512)
+
+    def test_a_short_pipeline_is_taken_to_be_interleaved(self, tmp_path: Path) -> None:
+        run = one(tmp_path, pp="8", cp="1", global_batch="32")
+        assert run.plan.schedule == "interleaved"
+        assert any("interleaved" in text for text in run.assumed)
+
+    def test_precision(self, tmp_path: Path) -> None:
+        assert one(tmp_path, precision="amp_fp8 DEFAULT").workload.precision == "fp8"
+        assert one(tmp_path, precision="MXFP8").workload.precision == "mxfp8"
+        assert one(tmp_path, precision="", year="2025").workload.precision == "fp8"
+        assert one(tmp_path, precision="", year="2023").workload.precision == "bf16"
+
+    def test_old_attention_means_an_old_stack(self, tmp_path: Path) -> None:
+        run = one(tmp_path, flash_attn="no", recompute="")
+        assert run.workload.attention_kernel == "math"
+        assert not run.plan.sequence_parallel
+        assert run.plan.recompute == "block"
+
+
+class TestModels:
+    def test_architecture_behind_a_name(self, tmp_path: Path) -> None:
+        shapes = {"layers": "61", "hidden": "7168", "ffn": "18432", "heads": "128", "vocab": "129280", "experts": "256"}
+        run = one(tmp_path, model="DeepSeekV3", topk="8", expert_ffn="2048", shared_experts="1", seq="4096", **shapes)
+        model = run.workload.model
+        assert model.mla is not None
+        assert model.mtp is not None
+        assert model.moe is not None
+        assert model.moe.first_k_dense == 3
+
+    def test_a_complete_row_is_known_as_one(self, tmp_path: Path) -> None:
+        assert one(tmp_path).complete
+        assert not one(tmp_path, tp="").complete
+
+
+class TestUnusable:
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"metric": "time_to_train_min"}, "metric time_to_train_min"),
+            ({"hardware": "Abacus 3"}, "device not in the catalog"),
+            ({"layers": ""}, "no layers, hidden size or heads"),
+            ({"gpus": "63"}, "tp · pp · cp does not divide the devices"),
+            ({"value": "fast"}, "no value"),
+            ({"seq": ""}, "no sequence length"),
+            ({"global_batch": ""}, "no global batch"),
+        ],
+    )
+    def test_is_counted_with_its_reason(self, tmp_path: Path, changes: dict[str, str], why: str) -> None:
+        assert parse(tmp_path, **changes) == ([], {why: 1})
+
+    def test_a_table_of_something_else(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.csv"
+        path.write_text("a,b\n1,2\n")
+        with pytest.raises(MoestroError, match="no column model"):
+            parse_runs(path)
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(MoestroError, match="cannot read"):
+            parse_runs(tmp_path / "none.csv")
+
+
+def test_most_of_the_shipped_rows_are_used(public_runs: list[PublicRun]) -> None:
+    assert len(public_runs) > 1450
+    assert sum(run.complete for run in public_runs) > 1400
+    assert sum(run.is_moe for run in public_runs) > 180
