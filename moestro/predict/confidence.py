@@ -11,7 +11,7 @@ from moestro.predict.public import PublicRun
 from moestro.predict.words import Interval
 
 LOW = ("fp8", "mxfp8", "nvfp4")
-FEW = 8  # runs, below which a class says too little
+FEW, FEW_MODELS = 8, 3  # runs, and models among them, below which a class says too little
 WIDER = 1.5  # in log, for a device without a validated run: no whole device was left out when errors were measured
 QUANTILES = (0.1, 0.9)  # four of five runs lie between
 
@@ -23,10 +23,12 @@ def residuals_of(found: Iterable[tuple[PublicRun, float]], unseen: bool) -> list
     """
     ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     largest: dict[tuple[str, str, str], int] = defaultdict(int)
+    models: dict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
     for run, seconds in found:
         for key in _classes(run.device, run.workload):
             ratios[key].append(run.measured / seconds)
             largest[key] = max(largest[key], run.num_devices)
+            models[key].add((run.workload.model.num_layers, run.workload.model.hidden_size))
     return [
         Residuals(
             device=device,
@@ -39,7 +41,7 @@ def residuals_of(found: Iterable[tuple[PublicRun, float]], unseen: bool) -> list
             largest=largest[device, precision, experts],
         )
         for (device, precision, experts), values in ratios.items()
-        if len(values) >= FEW
+        if len(values) >= FEW and len(models[device, precision, experts]) >= FEW_MODELS
     ]
 
 

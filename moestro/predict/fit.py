@@ -56,7 +56,7 @@ def _general(name: str, priced: Sequence[Priced]) -> Constants:
 def _fit(
     priced: Sequence[Priced], near: Constants, spread: Mapping[str, float], launches: Sequence[float]
 ) -> Constants:
-    """Least squares on log time, each source weighing by the root of its runs, drawn to `near`."""
+    """Least squares on log time, each model of a source weighing by the root of its runs, drawn to `near`."""
     if not priced:
         return near
     from scipy.optimize import least_squares
@@ -64,10 +64,10 @@ def _fit(
     names = list(spread)
     rows = table([cost for _, cost in priced], [run.plan for run, _ in priced])
     measured = np.log([run.measured for run, _ in priced])
-    counts: dict[str, int] = defaultdict(int)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
     for run, _ in priced:
-        counts[source_of(run)] += 1
-    weight = np.array([counts[source_of(run)] ** -0.25 for run, _ in priced]) / ERROR
+        counts[source_of(run), run.model] += 1
+    weight = np.array([counts[source_of(run), run.model] ** -0.25 for run, _ in priced]) / ERROR
     center = np.log([getattr(near, name) for name in names])
     scale = np.array([spread[name] for name in names])
 

@@ -74,6 +74,8 @@ def _sample(row: dict[str, str]) -> Sample | str:
     op = row["op"].lower()
     if op.startswith("memory"):
         return _memory(row, op)
+    if "per device; a chip exposes" in row["hardware"]:  # what the catalog calls a device is the whole chip
+        return "of a part of a device"
     dtype = row["dtype"].lower()
     dtype = _DTYPES.get(dtype, dtype)
     if dtype not in DTYPE_BYTES:
