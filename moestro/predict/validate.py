@@ -160,8 +160,10 @@ def by_kind(row: Row) -> str:
 
 
 def by_scale(row: Row) -> str:
-    """Powers of eight: one node, a few, many."""
-    for limit in (1, 8, 64, 512):
+    """One device, one node, a few, many."""
+    if row.run.num_devices == 1:
+        return "one device"
+    for limit in (8, 64, 512):
         if row.run.num_devices <= limit:
             return f"up to {limit} devices"
     return "more than 512 devices"

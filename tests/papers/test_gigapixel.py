@@ -25,7 +25,7 @@ class TestStack:
         assert STACK.params == sum(p.numel() for p in build(STACK, 0).parameters())
 
     @settings(max_examples=8, deadline=None)
-    @given(st.lists(LAYERS, min_size=1, max_size=4), st.integers(40, 56), st.integers(40, 56), st.none() | st.just(2))
+    @given(st.lists(LAYERS, min_size=1, max_size=4), st.integers(80, 96), st.integers(80, 96), st.none() | st.just(2))
     def test_peak_is_that_of_live_tensors(
         self, layers: list[Layer], height: int, width: int, segment: int | None
     ) -> None:
