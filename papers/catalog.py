@@ -112,6 +112,48 @@ def _microbench_models(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _mofa(progress: Progress) -> PaperResult:
+    from papers.mofa import run
+
+    return run(progress)
+
+
+def _gemma4_tpu(progress: Progress) -> PaperResult:
+    from papers.gemma4_tpu import run
+
+    return run(progress)
+
+
+def _telechat3(progress: Progress) -> PaperResult:
+    from papers.telechat3 import run
+
+    return run(progress)
+
+
+def _emo(progress: Progress) -> PaperResult:
+    from papers.emo import run
+
+    return run(progress)
+
+
+def _gamer_grpo(progress: Progress) -> PaperResult:
+    from papers.gamer_grpo import run
+
+    return run(progress)
+
+
+def _universal_perf_model(progress: Progress) -> PaperResult:
+    from papers.universal_perf_model import run
+
+    return run(progress)
+
+
+def _dlrm_perf_model(progress: Progress) -> PaperResult:
+    from papers.dlrm_perf_model import run
+
+    return run(progress)
+
+
 PAPERS: dict[str, Paper] = {
     "zaya1": Paper(
         slug="zaya1",
@@ -275,6 +317,70 @@ PAPERS: dict[str, Paper] = {
         arxiv="2605.04178",
         feature="moestro measure, moestro hardware fit: curves with held-out errors, figures with their sources",
         run=_microbench_models,
+    ),
+    "telechat3": Paper(
+        slug="telechat3",
+        number=1,
+        system="TeleChat3",
+        title="Training Report of TeleChat3-MoE",
+        arxiv="2512.24157",
+        feature="moestro.predict.dry_run: memory of stages from dry runs; moestro predict: pipelines pass by pass; "
+        "preset telechat3-105b",
+        run=_telechat3,
+    ),
+    "emo": Paper(
+        slug="emo",
+        number=22,
+        system="EMO",
+        title="EMO: Frustratingly Easy Progressive Training of Extendable MoE",
+        arxiv="2605.13247",
+        feature="moestro predict: step time and memory as functions of the number of experts",
+        run=_emo,
+    ),
+    "gamer_grpo": Paper(
+        slug="gamer_grpo",
+        number=38,
+        system="Gamer GRPO",
+        title="Can A Gamer Train A Mathematical Reasoning Model?",
+        arxiv="2506.08935",
+        feature="moestro.config.adapters: how many parameters adapters have; workload.adapter_rank: memory with them",
+        run=_gamer_grpo,
+    ),
+    "mofa": Paper(
+        slug="mofa",
+        number=6,
+        system="MoFa",
+        title="MoFa: A Unified Performance Modeling Framework for LLM Pretraining",
+        arxiv="2511.09837",
+        feature="moestro predict --mtbf-hours: useful share of the time, and how often to save a checkpoint",
+        run=_mofa,
+    ),
+    "gemma4_tpu": Paper(
+        slug="gemma4_tpu",
+        number=35,
+        system="Gemma 4 on TPU",
+        title="Fine-Tuning and Serving Gemma 4 31B on Google Cloud TPU: A Technical Comparison with GPU Baselines",
+        arxiv="2605.25645",
+        feature="moestro lint: what two runs differ in, and times that no machine reaches; cost with serving; queues",
+        run=_gemma4_tpu,
+    ),
+    "universal_perf_model": Paper(
+        slug="universal_perf_model",
+        number=2,
+        system="Universal model",
+        title="Towards Universal Performance Modeling for Machine Learning Training on Multi-GPU Platforms",
+        arxiv="2404.12674",
+        feature="moestro predict --timeline: host, compute and communication streams; ranks that wait for each other",
+        run=_universal_perf_model,
+    ),
+    "dlrm_perf_model": Paper(
+        slug="dlrm_perf_model",
+        number=23,
+        system="DLRM model",
+        title="Building a Performance Model for Deep Learning Recommendation Model Training on GPUs",
+        arxiv="2201.07821",
+        feature="moestro predict --timeline; host overheads T1 to T5 of moestro measure; graphs of DLRM",
+        run=_dlrm_perf_model,
     ),
 }
 

@@ -41,6 +41,10 @@ def predict(
     checkpoint_s: Annotated[float, typer.Option(help="For which a checkpoint stops training.")] = 30.0,
     restart_s: Annotated[float, typer.Option(help="To start again after a failure.")] = 600.0,
     perfetto: Annotated[Path | None, typer.Option(help="Write the passes as a trace for ui.perfetto.dev.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write a micro-batch of the slowest stage, host and streams, kernel by kernel, as a trace."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Predict a training step: time with its parts, memory, tokens per second, days and dollars. Nothing is run.
@@ -87,12 +91,16 @@ def predict(
     _keep(target)
     if perfetto is not None:
         _write_trace(perfetto, workload, plan, target)
+    if timeline is not None:
+        _write_timeline(timeline, workload, plan, target)
     if as_json:
         typer.echo(json.dumps(as_tree(found, outlook, workload, plan), indent=1, ensure_ascii=False))
         return
     print_prediction(Path(preset).name if run is None else str(run), found, outlook, workload, plan, target)
     if perfetto is not None:
         typer.echo(f"trace  {perfetto}")
+    if timeline is not None:
+        typer.echo(f"timeline  {timeline}")
 
 
 def _predict_traced(name: str, world: int, target: "Target", as_json: bool) -> None:
@@ -234,14 +242,26 @@ def _keep(target: "Target") -> None:
 
 
 def _write_trace(path: Path, workload: "Workload", plan: "Plan", target: "Target") -> None:
-    import json
-
-    from moestro.config.files import write_whole
     from moestro.graph.count import count_step
     from moestro.predict.perfetto import pipeline_trace
     from moestro.predict.predict import price_step
 
     costs = price_step(count_step(workload, plan), workload, plan, target)
-    trace = pipeline_trace(costs, plan, target.constants_for(workload, plan.world_size))
+    _write_events(path, pipeline_trace(costs, plan, target.constants_for(workload, plan.world_size)))
+
+
+def _write_timeline(path: Path, workload: "Workload", plan: "Plan", target: "Target") -> None:
+    from moestro.graph.count import count_step
+    from moestro.predict.perfetto import stage_trace
+    from moestro.predict.predict import slowest_stage
+
+    _write_events(path, stage_trace(slowest_stage(count_step(workload, plan), workload, plan, target)))
+
+
+def _write_events(path: Path, trace: dict[str, Any]) -> None:
+    import json
+
+    from moestro.config.files import write_whole
+
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(trace))

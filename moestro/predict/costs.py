@@ -115,7 +115,7 @@ def _cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer) 
     for node in nodes:
         if isinstance(node, Kernel):
             seconds = kernels.seconds(node) * node.times
-            name = _class(node)
+            name = kernel_class(node)
             cost.kernels[name] = cost.kernels.get(name, 0.0) + seconds
             cost.parts[node.part] = cost.parts.get(node.part, 0.0) + seconds
             cost.launches += node.launches * node.times
@@ -130,7 +130,8 @@ def _collective(cost: Cost, node: Collective, network: NetworkPricer) -> None:
     cost.num_collectives += node.times
 
 
-def _class(node: Kernel) -> str:
+def kernel_class(node: Kernel) -> str:
+    """The one of Constants that applies."""
     if node.part == "optimizer":
         return "optimizer"
     if node.op == "grouped_gemm":

@@ -1,4 +1,5 @@
-"""The passes of a step as a trace for chrome://tracing or ui.perfetto.dev: a row for each pipeline rank."""
+"""Traces for chrome://tracing or ui.perfetto.dev: the passes of a step, a row for each pipeline rank; or the kernels of
+one stage, a row for the host and each stream."""
 
 from typing import Any
 
@@ -6,6 +7,7 @@ from moestro.config.plan import Plan
 from moestro.predict.constants import Constants
 from moestro.predict.costs import StepCost
 from moestro.predict.schedule import simulate_pipeline
+from moestro.predict.timeline import COMPUTE, HOST, Timeline
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
@@ -23,10 +25,7 @@ def pipeline_trace(costs: StepCost, plan: Plan, constants: Constants) -> dict[st
         [stage.weight.seconds(constants) for stage in costs.stages],
         [stage.send_s * constants.between for stage in costs.stages],
     )
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        for rank in range(plan.pp)
-    ]
+    events = [_row(rank, f"pipeline rank {rank}") for rank in range(plan.pp)]
     for event in result.events:
         work = event.work
         arguments = {"stage": work.stage, "micro_batch": work.micro_batch}
@@ -41,8 +40,21 @@ def pipeline_trace(costs: StepCost, plan: Plan, constants: Constants) -> dict[st
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _event(name: str, rank: int, start_s: float, end_s: float, arguments: dict[str, int]) -> dict[str, Any]:
+def stage_trace(timeline: Timeline) -> dict[str, Any]:
+    """In the Trace Event Format, times in µs."""
+    others = sorted({event.row for event in timeline.events} - {HOST, COMPUTE})
+    rows = {name: number for number, name in enumerate((HOST, COMPUTE, *others))}
+    events = [_row(number, name) for name, number in rows.items()]
+    events += [_event(event.name, rows[event.row], event.start_s, event.end_s, {}) for event in timeline.events]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _row(number: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
+
+
+def _event(name: str, row: int, start_s: float, end_s: float, arguments: dict[str, int]) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": "step", "pid": 0, "tid": rank, "ts": start_s * 1e6,
+        "ph": "X", "name": name, "cat": "step", "pid": 0, "tid": row, "ts": start_s * 1e6,
         "dur": (end_s - start_s) * 1e6, "args": arguments,
     }  # fmt: skip

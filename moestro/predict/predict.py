@@ -10,12 +10,14 @@ from moestro.graph.words import Collective, Node, Piece, StepGraph
 from moestro.hardware.fits import usable_bytes
 from moestro.predict.confidence import interval
 from moestro.predict.constants import Calibration, Constants, generation, load_calibration
-from moestro.predict.costs import Cost, StepCost, price
+from moestro.predict.costs import Cost, StepCost, kernel_class, price
 from moestro.predict.kernels import KernelPricer
 from moestro.predict.memory import memory_of
 from moestro.predict.network import NetworkPricer, span
+from moestro.predict.program import stage_ops
 from moestro.predict.step import step_time
 from moestro.predict.target import CALLS, CALLS_OF_GROUP, Target
+from moestro.predict.timeline import RankClass, Timeline, walk
 from moestro.predict.words import Interval, MemoryBreakdown, Prediction, TimeBreakdown
 
 HOST = "host"
@@ -86,6 +88,28 @@ def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target)
         for cost, stage in zip(costs.stages, graph.stages, strict=True)
     ]
     return replace(costs, stages=tuple(stages))
+
+
+def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> Timeline:
+    """The longest timeline of a stage: one micro-batch of it, and what its rank does once a step.
+
+    Raises:
+        MoestroError: the target is a CPU, whose host computes: nothing runs beside it.
+    """
+    if target.host_computes:
+        raise MoestroError("a CPU has no streams beside its host: take --perfetto, or the timeline of an accelerator")
+    constants = target.constants_for(workload, plan.world_size)
+    kernels = KernelPricer(target.curves, workload.routing, plan.ep)
+    network = NetworkPricer(target.curves.network, plan, target.place.node_size)
+
+    def seconds(node: Node) -> float:
+        if isinstance(node, Collective):
+            return network.seconds(node) * (constants.between if network.between(node) else constants.inside)
+        return float(kernels.seconds(node) * getattr(constants, kernel_class(node)))
+
+    distinct = {(stage.pieces, id(graph.ranks[stage.rank].update)): stage.index for stage in graph.stages}
+    lines = (walk([RankClass("", stage_ops(graph, i, seconds, constants))])[0] for i in distinct.values())
+    return max(lines, key=lambda line: line.total_s)
 
 
 def _with_groups(cost: Cost, nodes: Iterable[Node]) -> Cost:

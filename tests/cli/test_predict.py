@@ -165,6 +165,18 @@ class TestPredict:
         assert {event["tid"] for event in json.loads(path.read_text())["traceEvents"]} == {0, 1}
         assert len(list(path.parent.iterdir())) == 1
 
+    def test_writes_a_timeline(self, tmp_path: Path, measured: str) -> None:
+        path = tmp_path / "new" / "timeline.json"
+        done = predict(PRESET, *BF16, "plan.dp=4", "plan.ep=4", "train.micro_batch_size=1", "--timeline", str(path))
+        assert done.code == 0, done.err
+        assert f"timeline  {path}" in done.out
+        rows = [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "M"]
+        assert rows[:2] == ["host", "compute"]
+        assert {"ep", "dp"} <= set(rows)
+        on_cpu = predict(PRESET, "--profile", measured, "--timeline", str(path))
+        assert on_cpu.code == 2
+        assert "a CPU has no streams" in on_cpu.err
+
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
