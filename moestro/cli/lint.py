@@ -34,7 +34,7 @@ def claim(
         raise MoestroError("nothing bounds this claim; give --flops, --bytes or both")
     of = load_device(device)
     known: list[str] = [*of.peak_tflops, *of.vector_tflops, *of.support]
-    peak = of.peak_flops(dtype) if dtype in known else None  # type: ignore[arg-type]
+    peak = of.peak_flops(dtype)
     if peak is None:
         raise MoestroError(f"no peak of {of.name} in '{dtype}' is known.{nearest(dtype, known)}")
     bandwidth = of.memory.gbps.nominal

@@ -13,7 +13,7 @@ from moestro.cli import measure_collectives, measure_step
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from moestro.hardware.profile import MachineProfile
     from moestro.measure.compare import Comparison
@@ -123,12 +123,12 @@ def _measure(
 ) -> "MachineProfile":
     from moestro.measure.machine import measure_machine
 
-    tasks = dict[str, object]()
+    tasks: dict[str, TaskID] = {}
 
     def progress(section: str, done: int, total: int, what: str) -> None:
         if section not in tasks:
             tasks[section] = bar.add_task(section, total=total, what="")
-        bar.update(tasks[section], completed=done, total=total, what=what)  # type: ignore[arg-type]
+        bar.update(tasks[section], completed=done, total=total, what=what)
 
     # Storage is measured where the folder will be: there must be a place already.
     place = next(parent for parent in folder.absolute().parents if parent.is_dir())

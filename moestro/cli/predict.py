@@ -179,7 +179,9 @@ def _target(hardware: str, profile: Path | None, devices: int | None) -> "Target
     from moestro.hardware.profile import load_profile
     from moestro.predict.target import target_of, target_of_profile
 
-    if (hardware == "") == (profile is None):
+    if hardware and profile is not None:
+        raise MoestroError("give --hardware NAME or --profile PATH, not both")
+    if not hardware and profile is None:
         raise MoestroError(
             "say for what: --hardware NAME (see `moestro hardware list`), or --profile PATH of a measured machine"
         )

@@ -63,7 +63,7 @@ def plan_work(
 
 def _catalog_floors(work: Work, device: Device, limits: Limits) -> dict[str, Any]:
     link = device.links[0].gbps if device.links and work.ranks == device.devices_per_node else UNKNOWN
-    product = device.peak_tflops.get(work.dtype, UNKNOWN)  # type: ignore[call-overload]
+    product = next((figure for name, figure in device.peak_tflops.items() if name == work.dtype), UNKNOWN)
     achieved = {
         "gemm": (product.achieved, 1e12, limits.share_of_catalog),
         "copy": (device.memory.gbps.achieved, 1e9, limits.share_of_catalog),

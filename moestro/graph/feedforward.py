@@ -8,6 +8,7 @@ from moestro.config.moe import MoEConfig
 from moestro.config.plan import Plan
 from moestro.graph.router import router
 from moestro.graph.tape import Tape
+from moestro.graph.words import CollectiveOp, Dimension
 
 
 def dense(tape: Tape, model: ModelConfig, tokens: int) -> None:
@@ -162,9 +163,9 @@ def _exchange(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: i
         if plan.dispatch == "two_hop":
             _two_hop(tape, moe, tokens, copies, top_k, hidden, name)
         elif plan.dispatch == "all_gather":
-            op = "reduce_scatter" if back else "all_gather"
+            op: CollectiveOp = "reduce_scatter" if back else "all_gather"
             size = plan.ep * tokens * hidden
-            tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
+            tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch)
         else:
             once = plan.dispatch == "deduplicated"
             sent = _sent(moe, plan.ep, tokens, copies, top_k) if once else copies
@@ -196,7 +197,7 @@ def _two_hop(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: in
     assert plan.ranks_per_node is not None
     inside = min(plan.ep, max(1, plan.ranks_per_node // plan.etp))
     nodes = -(-plan.ep // inside)
-    hops = []
+    hops = list[tuple[str, Dimension, int, float]]()
     if nodes > 1:
         sent = _sent(moe, nodes, tokens, copies, top_k) * hidden
         hops.append(("between nodes", "ep_between", nodes, sent))
@@ -204,7 +205,7 @@ def _two_hop(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: in
         hops.append(("inside nodes", "ep", inside, copies * hidden))
     for where, dimension, ranks, size in reversed(hops) if name == "combine" else hops:
         label = f"{name} {where}"
-        tape.exchange("all_to_all", "dispatch", label, dimension, ranks, size, overlap=plan.overlap_dispatch)  # type: ignore[arg-type]
+        tape.exchange("all_to_all", "dispatch", label, dimension, ranks, size, overlap=plan.overlap_dispatch)
 
 
 def _sent(moe: MoEConfig, ranks: int, tokens: float, copies: float, top_k: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class Pieces:
     def _stage(self, layers: range, first: bool, last: bool, cut: bool, again: int) -> tuple[Run, ...]:
         runs = [Run(self._embedding())] if first else []
         for kind in self.kinds[layers.start : layers.stop]:
-            piece = self._piece(kind, lambda tape, kind=kind: self._block(tape, kind))  # type: ignore[misc]
+            piece = self._piece(kind, partial(self._block, kind=kind))
             if runs and runs[-1].piece is piece:
                 runs[-1] = Run(piece, runs[-1].times + 1, runs[-1].recomputed + (again > 0))
             else:
@@ -96,7 +97,7 @@ class Pieces:
         if last:
             runs.append(Run(self._head(cut)))
             for kind in self.kinds[self.model.num_layers :]:
-                ahead = self._piece(("ahead", kind), lambda tape, kind=kind: self._ahead(tape, kind), 2)  # type: ignore[misc]
+                ahead = self._piece(("ahead", kind), partial(self._ahead, kind=kind), 2)
                 runs += [Run(ahead, 1, int(again > 0)), Run(self._piece("ahead head", self._ahead_head))]
         return tuple(runs)
 

@@ -1,6 +1,6 @@
 """What a device is: peaks by dtype, memory, links, power and price, each figure with its source."""
 
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -136,13 +136,14 @@ class Device(Section):
                     raise ValueError(f"support.{dtype}: '{support.how}' names in `via` a dtype with native support")
         return self
 
-    def peak_flops(self, dtype: Dtype, achieved: bool = False) -> float | None:
+    def peak_flops(self, dtype: str, achieved: bool = False) -> float | None:
         """FLOP/s in `dtype` (nominal, or achieved where that is known), emulation penalties included; None: unknown.
 
         A stored dtype runs at the rate of the dtype it is cast to; an emulated one at that rate divided by its penalty,
         and where nobody has told the penalty its rate is unknown too.
         """
-        support = self.support.get(dtype)
+        name = cast(Dtype, dtype)  # any name may be asked for; one that is no dtype has no figures
+        support = self.support.get(name)
         if support is not None and support.how == "no":
             return None
         if support is not None and support.how in ("emulated", "storage"):
@@ -150,7 +151,7 @@ class Device(Section):
                 return None
             base = self.peak_flops(support.via, achieved)
             return None if base is None else base / (support.penalty or 1.0)
-        figure = self.peak_tflops.get(dtype) or self.vector_tflops.get(dtype) or UNKNOWN
+        figure = self.peak_tflops.get(name) or self.vector_tflops.get(name) or UNKNOWN
         value = figure.best if achieved else figure.nominal
         return None if value is None else value * 1e12
 

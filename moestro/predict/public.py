@@ -4,9 +4,6 @@ What a row leaves out is filled by rules that look at the row alone, never at wh
 is named in the run's `assumed`.
 """
 
-import csv
-import io
-import lzma
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -16,18 +13,19 @@ from typing import Literal
 
 from moestro.config.counts import count
 from moestro.config.model import ModelConfig
-from moestro.config.plan import Plan, Precision, Workload
-from moestro.errors import MoestroError
+from moestro.config.plan import Plan, Precision, Workload, misfits
 from moestro.graph.count import count_step
 from moestro.hardware.catalog import find_device
 from moestro.hardware.compare import native_dtypes
 from moestro.hardware.devices import Device
+from moestro.hardware.published.table import read_table
 from moestro.predict.memory import fits, memory_of
 from moestro.predict.public_layouts import layout_of, sequence_length
 from moestro.predict.public_models import model_of
 from moestro.predict.public_rows import Row, Unusable, number, whole
 
 SHIPPED = Path(__file__).parent / "published" / "training_runs.csv.xz"
+REQUIRED = ("model", "layers", "hidden", "heads", "hardware", "gpus", "metric", "value")
 Quantity = Literal["step_s", "tokens_per_s", "flops_per_s", "mfu", "bytes"]
 
 # What a metric's name says it is, and the factor to SI units. Rates are of one device unless "total" or listed here.
@@ -93,29 +91,12 @@ def parse_runs(path: Path | None = None) -> tuple[list[PublicRun], Counter[str]]
         MoestroError: no such file, or columns are missing.
     """
     runs, unusable = [], Counter[str]()
-    for line, row in enumerate(_rows(path or SHIPPED), start=2):
+    for line, row in enumerate(read_table(path or SHIPPED, REQUIRED, "runs"), start=2):
         try:
             runs.append(_run(line, row))
         except Unusable as reason:
             unusable[str(reason)] += 1
     return runs, unusable
-
-
-def _rows(path: Path) -> list[Row]:
-    try:
-        packed = path.read_bytes()
-        text = (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode("utf-8")
-        reader = csv.DictReader(io.StringIO(text))
-        rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
-        names = reader.fieldnames or []
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise MoestroError(f"cannot read {path}: {error}") from error
-    missing = [
-        name for name in ("model", "layers", "hidden", "hardware", "gpus", "metric", "value") if name not in names
-    ]
-    if missing:
-        raise MoestroError(f"{path} has no column {', '.join(missing)}; see docs/predicting.md for the format")
-    return rows
 
 
 def _run(line: int, row: Row) -> PublicRun:
@@ -125,9 +106,9 @@ def _run(line: int, row: Row) -> PublicRun:
         raise Unusable("device not in the catalog")
     assumed: list[str] = []
     value, count = number(row, "value"), whole(row, "gpus")
-    if value is None or value <= 0:
+    if not value:
         raise Unusable("no value")
-    if count is None:
+    if not count:
         raise Unusable("no number of devices")
     model = model_of(row, assumed)
     seq_len = sequence_length(row)
@@ -136,6 +117,9 @@ def _run(line: int, row: Row) -> PublicRun:
     domain = max(per_node, (device.links[0].devices or 0) if device.links else 0)
     plan, batch = layout_of(row, count, seq_len, fused, domain, assumed)
     workload = _workload(row, model, seq_len, batch, fused, native_dtypes([device]), assumed)
+    wrong = misfits(workload, plan)
+    if wrong:
+        raise Unusable(f"its layout does not fit the model: {wrong[0].split(' = ')[0]}")
     if not row.get("recompute") and fused:
         plan = _made_to_fit(workload, plan, device, assumed)
     measured = value * factor

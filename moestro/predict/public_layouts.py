@@ -14,10 +14,8 @@ USUAL_TOKENS = 16384  # of a micro-batch
 def sequence_length(row: Row) -> int:
     text = row.get("seq", "")
     match = re.fullmatch(r"(\d+)\s*[kK]", text)
-    if match:
-        return int(match[1]) * 1024
-    length = whole(row, "seq")
-    if length is None:
+    length = int(match[1]) * 1024 if match else whole(row, "seq")
+    if not length:
         raise Unusable("no sequence length")
     return length
 
@@ -34,10 +32,10 @@ def layout_of(row: Row, count: int, seq_len: int, fused: bool, domain: int, assu
     dp = count // (tp * pp * cp)
     if shard is not None and (dp * cp) % shard:
         shard = None
-    micro = whole(row, "micro_batch")
+    micro = whole(row, "micro_batch") or None
     batch = _batch(row, seq_len)
     notes = row.get("notes", "")
-    accumulated = re.search(r"(?:micro_num|gradient_accumulation_steps)\s*=\s*(\d+)", notes)
+    accumulated = re.search(r"(?:micro_num|gradient_accumulation_steps)\s*=\s*([1-9]\d*)", notes)
     if batch is None:
         if micro is None or accumulated is None:
             raise Unusable("no global batch")
@@ -122,8 +120,8 @@ def _zero(row: Row, assumed: list[str]) -> tuple[Literal[0, 1, 2, 3], int | None
 
 def _batch(row: Row, seq_len: int) -> int | None:
     text = row.get("global_batch", "")
-    match = re.match(r"([\d.]+)\s*M tokens", text)
+    match = re.match(r"(\d+(?:\.\d+)?)\s*M tokens", text)
     if match:
         return max(1, round(float(match[1]) * 2**20 / seq_len))
     match = re.match(r"(\d+)", text)
-    return int(match[1]) if match else None
+    return int(match[1]) or None if match else None

@@ -40,7 +40,7 @@ _SHAPE = (
 def _model_of(name: str, shape: tuple[str, ...]) -> tuple[ModelConfig, tuple[str, ...]]:
     row, rules = dict(zip(_SHAPE, shape, strict=True)), []
     layers, hidden, heads = (whole(row, key) for key in ("layers", "hidden", "heads"))
-    if layers is None or hidden is None or heads is None:
+    if not layers or not hidden or not heads:
         raise Unusable("no layers, hidden size or heads")
     if "lora" in name or "vision" in name or "visual" in name:
         raise Unusable("adapters or images: shapes of the trained part are not in the row")

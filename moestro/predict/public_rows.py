@@ -1,5 +1,7 @@
 """A row of a table of public runs, and why one may be of no use."""
 
+from math import isfinite
+
 Row = dict[str, str]
 
 
@@ -8,10 +10,12 @@ class Unusable(Exception):
 
 
 def number(row: Row, name: str) -> float | None:
+    """A finite number that is not below zero; None where the cell holds none."""
     try:
-        return float(row.get(name, "").replace(",", ""))
+        value = float(row.get(name, "").replace(",", ""))
     except ValueError:
         return None
+    return value if isfinite(value) and value >= 0 else None
 
 
 def whole(row: Row, name: str) -> int | None:

@@ -1,20 +1,16 @@
 """The run report: one HTML file that needs nothing else."""
 
-import json
 import math
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
+from moestro.config.files import write_whole
 from moestro.report.expert_plots import expert_plots
 from moestro.report.keyfigures import key_figures, last_finite, run_status
 from moestro.report.plots import gap_note, learning_plots, speed_plots
 from moestro.report.read import Record, RunData, Sample, number, parse_time, read_run, table
-from moestro.report.style import Plot
+from moestro.report.template import figures, fill
 from moestro.report.text import fixed, grouped, plural, si
 
 _MAX_SAMPLES, _MAX_SAMPLE_CHARS, _MAX_EVENTS = 100, 4000, 400
@@ -36,29 +32,14 @@ def write_report(run_dir: Path) -> Path:
     run = read_run(run_dir)
     page = _render(run)
     target = run_dir / "report.html"
-    temporary = run_dir / f".report.html.{os.getpid()}.tmp"
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(target, page)
     return target
 
 
 def _render(run: RunData) -> str:
-    from plotly.offline import get_plotlyjs
-
     learning, speed, experts = learning_plots(run), speed_plots(run), expert_plots(run)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # A backslash before the slash keeps `</script>` in data or library from ending the element.
-    library = Markup(get_plotlyjs().replace("</script", "<\\/script"))
-    return environment.get_template("page.html.j2").render(
+    return fill(
+        "page.html.j2",
         run=run,
         version=_version(run),
         status=run_status(run),
@@ -78,16 +59,8 @@ def _render(run: RunData) -> str:
         flops=_flops(run),
         peak=_peak(run),
         metrics=f"{run.name}/metrics.jsonl",
-        plotly=library,
-        figures=Markup(_figures([*learning, *speed, *experts])),
+        figures=figures([*learning, *speed, *experts]),
     )
-
-
-def _figures(plots: list[Plot]) -> str:
-    """The figures as JSON inside a script element, where only `<` can end it."""
-    parts = [f"{json.dumps(f'plot-{plot.key}')}:{plot.figure.to_json(engine='json')}" for plot in plots]
-    # plotly writes every `/` of its base64 as six characters, which makes the page a tenth larger for nothing.
-    return ("{" + ",".join(parts) + "}").replace("\\u002f", "/").replace("<", "\\u003c")
 
 
 def _version(run: RunData) -> str:

@@ -6,12 +6,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 import moestro
 from moestro.config.files import write_whole
@@ -21,7 +18,7 @@ from moestro.measure.constants import with_curves, with_samples
 from moestro.measure.curves import Curves
 from moestro.report.profile_plots import profile_plots
 from moestro.report.profile_summary import about_machine, counts, summary_rows
-from moestro.report.style import Plot
+from moestro.report.template import figures, fill
 from moestro.report.text import MISSING, percent
 
 _MEASURED = ("median_s", "low_s", "high_s", "repeats", "noisy", "flops", "bytes_moved", "source", "software")
@@ -106,19 +103,9 @@ def write_samples(samples: Sequence[Sample], folder: Path) -> None:
 
 def render(profile: MachineProfile, curves: Curves) -> str:
     """One HTML file that needs nothing else."""
-    from plotly.offline import get_plotlyjs
-
     plots, missing = profile_plots(profile, curves)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # A backslash before the slash keeps `</script>` in data or library from ending the element.
-    library = Markup(get_plotlyjs().replace("</script", "<\\/script"))
-    return environment.get_template("profile.html.j2").render(
+    return fill(
+        "profile.html.j2",
         profile=profile,
         version=moestro.__version__,
         about=about_machine(profile),
@@ -129,15 +116,8 @@ def render(profile: MachineProfile, curves: Curves) -> str:
         missing=missing,
         fits=[_fit(fit) for fit in profile.fits],
         constants=sorted(profile.constants.items()),
-        plotly=library,
-        figures=Markup(_figures(plots)),
+        figures=figures(plots),
     )
-
-
-def _figures(plots: Iterable[Plot]) -> str:
-    """The figures as JSON inside a script element, where only `<` can end it."""
-    parts = [f"{json.dumps(f'plot-{plot.key}')}:{plot.figure.to_json(engine='json')}" for plot in plots]
-    return ("{" + ",".join(parts) + "}").replace("\\u002f", "/").replace("<", "\\u003c")
 
 
 def _facts(profile: MachineProfile) -> list[tuple[str, str]]:

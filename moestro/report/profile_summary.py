@@ -183,7 +183,7 @@ def _share(profile: MachineProfile, dtype: str, rate: float) -> str:
 
 def _nominal(profile: MachineProfile, dtype: str) -> float | None:
     device = full_device(profile.machine)
-    return device.peak_flops(dtype) if device and dtype in DTYPE_BYTES else None  # type: ignore[arg-type]
+    return device.peak_flops(dtype) if device else None
 
 
 def _memory(profile: MachineProfile) -> list[Row]:

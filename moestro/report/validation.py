@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moestro.config.files import write_whole
 from moestro.predict.validate import Row, Validation, group
 from moestro.report.style import BLUE, INK, MUTED, ORANGE, figure
+from moestro.report.template import plotly_library
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -17,8 +18,6 @@ KINDS = ((False, "dense", BLUE), (True, "mixture of experts", ORANGE))
 
 def write_page(found: Validation, path: Path) -> None:
     """One HTML file that needs nothing else."""
-    from plotly.offline import get_plotlyjs
-
     whole = group("all", found.rows)
     how = (
         "each source predicted with constants fitted to the others" if found.held_out else "with the shipped constants"
@@ -28,7 +27,7 @@ def write_page(found: Validation, path: Path) -> None:
         f"bias {whole.bias:+.1%}"
     )
     plot = scatter(found.rows).to_html(full_html=False, include_plotlyjs=False)
-    library = get_plotlyjs().replace("</script", "<\\/script")
+    library = plotly_library()
     title = "Predicted and measured step times"
     style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
     hint = "The line is a perfect prediction, the dotted ones are 25 % off. Point at a run to see what it is."

@@ -130,6 +130,22 @@ class TestUnusable:
     def test_is_counted_with_its_reason(self, tmp_path: Path, changes: dict[str, str], why: str) -> None:
         assert parse(tmp_path, **changes) == ([], {why: 1})
 
+    @pytest.mark.parametrize("column", ["gpus", "layers", "hidden", "heads", "seq", "global_batch", "value"])
+    @pytest.mark.parametrize("cell", ["0", "-4", "nan", "inf", "1e400", "many"])
+    def test_cells_that_are_no_sizes(self, tmp_path: Path, column: str, cell: str) -> None:
+        runs, unusable = parse(tmp_path, **{column: cell})
+        assert runs == []
+        assert sum(unusable.values()) == 1
+
+    @pytest.mark.parametrize("column", ["tp", "pp", "cp", "ep", "vpp", "micro_batch", "kv_heads", "experts", "ffn"])
+    @pytest.mark.parametrize("cell", ["0", "-4", "nan", "7", "100000"])
+    def test_other_odd_cells_never_stop_the_table(self, tmp_path: Path, column: str, cell: str) -> None:
+        runs, unusable = parse(tmp_path, **{column: cell})
+        assert len(runs) + sum(unusable.values()) == 1
+
+    def test_a_layout_that_the_model_does_not_allow(self, tmp_path: Path) -> None:
+        assert parse(tmp_path, tp="64", pp="1", cp="1")[1] == {"its layout does not fit the model: tp": 1}
+
     def test_a_table_of_something_else(self, tmp_path: Path) -> None:
         path = tmp_path / "x.csv"
         path.write_text("a,b\n1,2\n")

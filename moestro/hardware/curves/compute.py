@@ -137,8 +137,7 @@ def known_device(device: str) -> Device | None:
 def data_sheet(device: Device, dtype: str) -> tuple[float | None, float | None, int | None]:
     """Nominal FLOP/s in `dtype` and bytes per second of memory, and compute units; None where the catalog has none."""
     units, gbps = device.compute_units.best, device.memory.gbps.nominal
-    peak = device.peak_flops(dtype) if dtype in DTYPE_BYTES else None  # type: ignore[arg-type]
-    return peak, None if gbps is None else gbps * 1e9, None if units is None else round(units)
+    return device.peak_flops(dtype), None if gbps is None else gbps * 1e9, None if units is None else round(units)
 
 
 def _samples(curve: GemmCurve | ExpertsCurve | AttentionCurve) -> int:

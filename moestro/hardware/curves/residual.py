@@ -1,6 +1,6 @@
 """What a physical model leaves unexplained: a Gaussian process that returns to zero away from its samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -146,7 +146,9 @@ def _lengths(feature: Floats) -> tuple[float, ...]:
     return tuple(length for length in LENGTHS if length >= wide) or LENGTHS[-1:]
 
 
-def _better(tries: list[Residual], best: Residual, least: float, error) -> tuple[Residual, float]:  # type: ignore[no-untyped-def]
+def _better(
+    tries: list[Residual], best: Residual, least: float, error: Callable[[Residual], float]
+) -> tuple[Residual, float]:
     for each in tries:
         found = error(each)
         if found < least * (1.0 - 1e-4):

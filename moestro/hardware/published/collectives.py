@@ -7,20 +7,17 @@ totals, run at a busbw of 348 (all_reduce), 316 (all_gather), 311 (reduce_scatte
 of 450. Read as parts of one rank, the last three would run at four times that, far above the link.
 """
 
-import csv
-import io
-import lzma
 import math
 import re
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 
-from moestro.errors import MoestroError
 from moestro.hardware.catalog import find_device
 from moestro.hardware.curves.busbw import OPS, bus_factor
 from moestro.hardware.profile import Sample, Value
+from moestro.hardware.published.table import read_table
 
+SHIPPED = Path(__file__).parent / "collectives.csv.xz"
 REQUIRED = ("source", "hardware", "collective", "gpus", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps")
 ONE_NODE = 8  # ranks that fit one node of every source; for more of them the row must say over how many nodes they were
 COARSEST = 0.1  # half of the last digit of a printed rate, relative to it, up to which the row is of use
@@ -41,29 +38,13 @@ def read_collectives(path: Path | None = None) -> tuple[list[Sample], dict[str, 
     """
     samples: list[Sample] = []
     unusable = Counter[str]()
-    for row in _rows(path):
+    for row in read_table(path or SHIPPED, REQUIRED, "collectives"):
         sample = _sample(row)
         if isinstance(sample, Sample):
             samples.append(sample)
         else:
             unusable[sample] += 1
     return samples, dict(unusable)
-
-
-def _rows(path: Path | None) -> list[dict[str, str]]:
-    name = str(path or "collectives.csv.xz")
-    try:
-        raw = (path or files("moestro.hardware.published") / name).read_bytes()
-        text = (lzma.decompress(raw) if name.endswith(".xz") else raw).decode("utf-8")
-    except FileNotFoundError as error:
-        raise MoestroError(f"no file of collectives at {path}") from error
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise MoestroError(f"{name} is not a CSV file: {error}") from error
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [column for column in REQUIRED if column not in (reader.fieldnames or ())]
-    if missing:
-        raise MoestroError(f"{name} has no column {', '.join(missing)}; it needs {', '.join(REQUIRED)}")
-    return [{key: (value or "").strip() for key, value in row.items() if isinstance(key, str)} for row in reader]
 
 
 def _sample(row: dict[str, str]) -> Sample | str:

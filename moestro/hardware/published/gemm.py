@@ -8,20 +8,17 @@ peak show and its benchmark script says. Experts without a gate (the source does
 stated here.
 """
 
-import csv
-import io
-import lzma
 import math
 import re
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 
-from moestro.errors import MoestroError
 from moestro.hardware.catalog import find_device
 from moestro.hardware.devices import DTYPE_BYTES
 from moestro.hardware.profile import Sample, Value
+from moestro.hardware.published.table import read_table
 
+SHIPPED = Path(__file__).parent / "gemm.csv.xz"
 REQUIRED = ("source", "hardware", "op", "dtype", "m", "n", "k", "tflops", "time_us")
 
 _DTYPES = {
@@ -44,29 +41,13 @@ def read_gemm(path: Path | None = None) -> tuple[list[Sample], dict[str, int]]:
     """
     samples: list[Sample] = []
     unusable = Counter[str]()
-    for row in _rows(path):
+    for row in read_table(path or SHIPPED, REQUIRED, "products"):
         sample = _sample(row)
         if isinstance(sample, Sample):
             samples.append(sample)
         else:
             unusable[sample] += 1
     return samples, dict(unusable)
-
-
-def _rows(path: Path | None) -> list[dict[str, str]]:
-    name = str(path or "gemm.csv.xz")
-    try:
-        raw = (path or files("moestro.hardware.published") / name).read_bytes()
-        text = (lzma.decompress(raw) if name.endswith(".xz") else raw).decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise MoestroError(f"no file of products at {path}") from error
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise MoestroError(f"{name} is not a CSV file: {error}") from error
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [column for column in REQUIRED if column not in (reader.fieldnames or ())]
-    if missing:
-        raise MoestroError(f"{name} has no column {', '.join(missing)}; it needs {', '.join(REQUIRED)}")
-    return [{key: (value or "").strip() for key, value in row.items() if isinstance(key, str)} for row in reader]
 
 
 def _sample(row: dict[str, str]) -> Sample | str:
