@@ -6,25 +6,36 @@ searching plans need.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from weakref import WeakKeyDictionary
 
+from moestro.config.plan import Plan, RoutingConfig
 from moestro.graph.words import Collective, Kernel, Node, Piece, Run, StepGraph
 from moestro.predict.constants import Constants
-from moestro.predict.kernels import KernelPricer
+from moestro.predict.curves import DeviceCurves
+from moestro.predict.kernels import KernelPricer, kernel_pricer
 from moestro.predict.network import NetworkPricer
 
 KERNEL_CLASSES = ("gemm", "gemm_low", "grouped", "grouped_low", "attention", "memory", "optimizer")
+MOST_STAGES = 4096  # kept by a pricer
+GUESSED = ("other device", "catalog")  # bases of collectives
 LOW = ("fp8", "mxfp8", "fp8_block", "nvfp4", "fp4", "int8")
 
 
 @dataclass
 class Cost:
-    """Seconds by class of kernel; seconds of collectives, (dimension, between nodes, may hide) -> seconds; counts."""
+    """Seconds by class of kernel; seconds of collectives, (dimension, between nodes, may hide) -> seconds; counts.
+
+    flops: by dtype. guessed: (basis, dimension) of collectives whose time rests on no measurement of this device.
+    """
 
     kernels: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)  # of the model -> seconds of kernels
     collectives: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
     launches: float = 0.0
     num_collectives: float = 0.0
+    flops: dict[str, float] = field(default_factory=dict)
+    guessed: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, other: "Cost", times: float) -> None:
         if not times:
@@ -37,6 +48,9 @@ class Cost:
             self.collectives[key] = self.collectives.get(key, 0.0) + times * seconds
         self.launches += times * other.launches
         self.num_collectives += times * other.num_collectives
+        for name, flops in other.flops.items():
+            self.flops[name] = self.flops.get(name, 0.0) + times * flops
+        self.guessed |= other.guessed
 
     def compute_s(self, constants: Constants) -> float:
         return sum(seconds * getattr(constants, name) for name, seconds in self.kernels.items())
@@ -79,32 +93,75 @@ class StepCost:
     micro_batches: int
 
 
-def price(graph: StepGraph, kernels: KernelPricer, network: NetworkPricer) -> StepCost:
-    """Every piece is priced once, and stages that are made of the same pieces too."""
-    pieces: dict[Piece, tuple[Cost, Cost, Cost, Cost]] = {}
-    stages: dict[tuple[Run, ...], tuple[Cost, Cost, Cost]] = {}
-    found = []
-    for stage in graph.stages:
-        if stage.pieces not in stages:
+@dataclass(eq=False)
+class Pricer:
+    """What a machine asks for pieces under plans whose ranks lie alike. What it has priced it remembers."""
+
+    kernels: KernelPricer
+    network: NetworkPricer
+    _pieces: WeakKeyDictionary[Piece, tuple[Cost, Cost, Cost, Cost]] = field(default_factory=WeakKeyDictionary)
+    _stages: dict[tuple[Run, ...], tuple[Cost, Cost, Cost]] = field(default_factory=dict)
+
+    def stage(self, runs: tuple[Run, ...]) -> tuple[Cost, Cost, Cost]:
+        """Forward, backward with what is recomputed, weight of one micro-batch."""
+        found = self._stages.get(runs)
+        if found is None:
+            if len(self._stages) >= MOST_STAGES:
+                self._stages.clear()
             forward, backward, weight = Cost(), Cost(), Cost()
-            for run in stage.pieces:
-                if run.piece not in pieces:
-                    parts = (run.piece.forward, run.piece.recompute, run.piece.backward, run.piece.weight)
-                    f, r, b, w = (_cost(nodes, kernels, network) for nodes in parts)
-                    pieces[run.piece] = (f, r, b, w)
-                f, r, b, w = pieces[run.piece]
+            for run in runs:
+                f, r, b, w = self.piece(run.piece)
                 forward.add(f, run.times)
                 backward.add(r, run.recomputed)
                 backward.add(b, run.times)
                 weight.add(w, run.times)
-            stages[stage.pieces] = (forward, backward, weight)
-        found.append(StageCost(stage.rank, *stages[stage.pieces], network.send_s(stage.send_bytes)))
+            found = self._stages[runs] = forward, backward, weight
+        return found
+
+    def piece(self, piece: Piece) -> tuple[Cost, Cost, Cost, Cost]:
+        """Forward, what recomputation adds, backward, weight."""
+        found = self._pieces.get(piece)
+        if found is None:
+            parts = (piece.forward, piece.recompute, piece.backward, piece.weight)
+            forward, again, backward, weight = (self.nodes(nodes) for nodes in parts)
+            found = self._pieces[piece] = forward, again, backward, weight
+        return found
+
+    def nodes(self, nodes: Iterable[Node]) -> Cost:
+        return _cost(nodes, self.kernels, self.network)
+
+
+def pricer_of(curves: DeviceCurves, routing: RoutingConfig, plan: Plan, node_size: int) -> Pricer:
+    """One for all plans that differ in nothing that a price depends on."""
+    return _pricer(curves, routing, node_size, plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.etp)
+
+
+@lru_cache(maxsize=256)
+def _pricer(
+    curves: DeviceCurves,
+    routing: RoutingConfig,
+    node_size: int,
+    pp: int,
+    dp: int,
+    cp: int,
+    tp: int,
+    ep: int,
+    etp: int,
+) -> Pricer:
+    plan = Plan(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+    return Pricer(kernel_pricer(curves, routing, ep), NetworkPricer(curves.network, plan, node_size))
+
+
+def price(graph: StepGraph, pricer: Pricer) -> StepCost:
+    """Pieces and stages that were priced before are not priced again."""
+    network = pricer.network
+    found = [StageCost(s.rank, *pricer.stage(s.pieces), network.send_s(s.send_bytes)) for s in graph.stages]
     ranks: dict[tuple[object, ...], tuple[Cost, Cost, Cost]] = {}
     once = []
     for rank in graph.ranks:
         key = (id(rank.before), id(rank.gradients), id(rank.update))
         if key not in ranks:
-            before, reduce, update = (_cost(x, kernels, network) for x in (rank.before, rank.gradients, rank.update))
+            before, reduce, update = (pricer.nodes(nodes) for nodes in (rank.before, rank.gradients, rank.update))
             ranks[key] = (before, reduce, update)
         once.append(ranks[key])
     return StepCost(tuple(found), tuple(once), graph.micro_batches)
@@ -119,15 +176,19 @@ def _cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer) 
             cost.kernels[name] = cost.kernels.get(name, 0.0) + seconds
             cost.parts[node.part] = cost.parts.get(node.part, 0.0) + seconds
             cost.launches += node.launches * node.times
+            cost.flops[node.dtype] = cost.flops.get(node.dtype, 0.0) + node.flops * node.times
         else:
             _collective(cost, node, network)
     return cost
 
 
 def _collective(cost: Cost, node: Collective, network: NetworkPricer) -> None:
-    key = (node.dimension, network.between(node), node.overlap)
-    cost.collectives[key] = cost.collectives.get(key, 0.0) + network.seconds(node) * node.times
+    sent = network.of(node)
+    key = (node.dimension, sent.between, node.overlap)
+    cost.collectives[key] = cost.collectives.get(key, 0.0) + sent.seconds * node.times
     cost.num_collectives += node.times
+    if node.ranks > 1 and sent.basis in GUESSED:
+        cost.guessed.add((sent.basis, node.dimension))
 
 
 def kernel_class(node: Kernel) -> str:

@@ -4,6 +4,7 @@ Allocated memory is the framework's tensors; reserved memory is what its allocat
 adds what lies outside of the allocator: libraries and communicators.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +12,7 @@ from moestro.config.counts import matrices_of
 from moestro.config.plan import Plan, Workload
 from moestro.graph.step import STATE_BYTES
 from moestro.graph.tape import activation_bytes
-from moestro.graph.words import Parameters, Stage, StepGraph
+from moestro.graph.words import Parameters, Run, Stage, StepGraph
 from moestro.hardware.devices import Device
 from moestro.hardware.fits import usable_bytes
 from moestro.predict.constants import generation
@@ -72,7 +73,7 @@ def memory_of(
     graph: StepGraph, workload: Workload, plan: Plan, device: Device | None = None
 ) -> tuple[MemoryBreakdown, tuple[float, ...]]:
     """The breakdown of the fullest pipeline rank, and all bytes of each. device None: a GPU."""
-    held = [_rank(graph, workload, plan, rank) for rank in range(plan.pp)]
+    held = _ranks(graph, workload, plan)
     outside = _outside(plan, workload, device)
     totals = tuple(rank.allocated + _fragmentation(rank) + sum(outside) for rank in held)
     full = held[max(range(plan.pp), key=totals.__getitem__)]
@@ -115,6 +116,7 @@ def memory_timeline(
     """
     saved = [_saved(workload, plan, stage, len(graph.stages)) for stage in graph.stages]
     split = any(event.work.kind == "W" for event in result.events)
+    held = _ranks(graph, workload, plan)
     lines = []
     for rank in range(plan.pp):
         changes = [(0.0, 0.0)]
@@ -124,7 +126,7 @@ def memory_timeline(
                 changes.append((event.start_s, size))
             elif event.rank == rank and event.work.kind == ("W" if split else "B"):
                 changes.append((event.end_s, -size))
-        now = _rank(graph, workload, plan, rank).fixed
+        now = held[rank].fixed
         line = []
         for time, change in sorted(changes):
             now += change
@@ -184,22 +186,45 @@ def routing_margin(workload: Workload, plan: Plan, max_over_mean: float | None =
     return max(0.0, rows - even) * plan.etp * routed_row_bytes(workload, plan) / plan.expert_chunks
 
 
-def _rank(graph: StepGraph, workload: Workload, plan: Plan, rank: int) -> _Held:
-    counts = in_flight(plan.schedule if plan.pp > 1 else "1f1b", plan.pp, plan.vpp, graph.micro_batches)[rank]
+def _ranks(graph: StepGraph, workload: Workload, plan: Plan) -> list[_Held]:
+    """Of every pipeline rank."""
+    seen: dict[tuple[tuple[Run, ...], bool], _Held] = {}
+    found = []
+    for counts in _counts(graph, plan):
+        stages = []
+        for number, count in counts:
+            stage = graph.stages[number % len(graph.stages)]
+            key = stage.pieces, stage is graph.stages[-1]
+            if key not in seen:
+                seen[key] = _stage(workload, plan, stage, len(graph.stages))
+            stages.append((seen[key], count))
+        found.append(_together(stages, plan))
+    return found
+
+
+def _counts(graph: StepGraph, plan: Plan) -> Sequence[tuple[tuple[int, int], ...]]:
+    """Of each pipeline rank: (stage, micro-batches that it holds of it)."""
     if plan.pp == 1:
-        counts = tuple((stage.index, 1) for stage in graph.stages)
-    stages = [graph.stages[stage % len(graph.stages)] for stage, _ in counts]
-    weights, gradients, optimizer = _kept(workload, plan, stages)
-    saved = [_saved(workload, plan, stage, len(graph.stages)) for stage in stages]
-    activations = sum(count * size for size, (_, count) in zip(saved, counts, strict=True))
+        return [tuple((stage.index, 1) for stage in graph.stages)]
+    return in_flight(plan.schedule, plan.pp, plan.vpp, graph.micro_batches)
+
+
+def _together(stages: list[tuple[_Held, int]], plan: Plan) -> _Held:
+    """A rank of its stages, each with how many micro-batches are in flight."""
+    activations = sum(count * stage.activations for stage, count in stages)
     if plan.offload == "activations":  # those of the micro-batch in work stay
-        activations = max(saved)
-    transient = max(_transient(workload, plan, stage, len(graph.stages)) for stage in stages)
-    return _Held(weights, gradients, optimizer, activations, transient)
+        activations = max(stage.activations for stage, _ in stages)
+    return _Held(
+        weights=sum(stage.weights for stage, _ in stages),
+        gradients=sum(stage.gradients for stage, _ in stages),
+        optimizer=sum(stage.optimizer for stage, _ in stages),
+        activations=activations,
+        transient=max(stage.transient for stage, _ in stages),
+    )
 
 
-def _kept(workload: Workload, plan: Plan, stages: list[Stage]) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state.
+def _stage(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> _Held:
+    """Of one stage with one micro-batch.
 
     With weights split (ZeRO-3) the fp32 shard is the weight. In a pipeline they are gathered once a step, not for every
     micro-batch, and gradients are summed whole.
@@ -208,24 +233,24 @@ def _kept(workload: Workload, plan: Plan, stages: list[Stage]) -> tuple[float, f
     reduced = 4 if plan.gradient_dtype == "fp32" else 2
     weights = gradients = optimizer = 0.0
     whole = plan.zero == 3 and plan.pp > 1 and plan.shard_ranks > 1
-    for stage in stages:
-        numbers = stage.parameters
-        trained = numbers.trained / numbers.total if numbers.total else 0.0
-        states = _state_bytes(workload.optimizer, numbers)
-        groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, plan.expert_data_ranks, states[1]))
-        for held, ranks, state in groups:
-            split = min(plan.shard_ranks, ranks)
-            if whole:
-                weights += held * width
-                gradients += held * trained * reduced
-            if plan.zero == 3:
-                weights += held * (4 * trained + width * max(0.0, 1 - trained)) / split
-            else:
-                weights += held * width
-            gradients += held * trained * reduced / (split if plan.zero >= 2 else 1)
-            if plan.offload != "optimizer":
-                optimizer += held * trained * (state + _master_bytes(workload, plan)) / split
-    return weights, gradients, optimizer
+    numbers = stage.parameters
+    trained = numbers.trained / numbers.total if numbers.total else 0.0
+    states = _state_bytes(workload.optimizer, numbers)
+    groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, plan.expert_data_ranks, states[1]))
+    for held, ranks, state in groups:
+        split = min(plan.shard_ranks, ranks)
+        if whole:
+            weights += held * width
+            gradients += held * trained * reduced
+        if plan.zero == 3:
+            weights += held * (4 * trained + width * max(0.0, 1 - trained)) / split
+        else:
+            weights += held * width
+        gradients += held * trained * reduced / (split if plan.zero >= 2 else 1)
+        if plan.offload != "optimizer":
+            optimizer += held * trained * (state + _master_bytes(workload, plan)) / split
+    activations, transient = _saved(workload, plan, stage, num_stages), _transient(workload, plan, stage, num_stages)
+    return _Held(weights, gradients, optimizer, activations, transient)
 
 
 def _master_bytes(workload: Workload, plan: Plan) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from moestro.config.plan import Plan
 from moestro.graph.words import Collective
-from moestro.hardware.curves.network import CollectiveModel
+from moestro.hardware.curves.network import Basis, CollectiveModel
 
 
 class Span(NamedTuple):
@@ -37,29 +37,44 @@ def span(plan: Plan, dimension: str, ranks: int, node_size: int) -> Span:
     return Span(ranks, -(-ranks // inside))
 
 
+class Sent(NamedTuple):
+    """Of one collective. between: it leaves the node. basis: what the time rests on."""
+
+    seconds: float
+    between: bool
+    basis: Basis
+
+
 @dataclass
 class NetworkPricer:
     model: CollectiveModel
     plan: Plan
     node_size: int
-    _seen: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _seen: dict[tuple[object, ...], Sent] = field(default_factory=dict)
 
-    def seconds(self, node: Collective) -> float:
+    def of(self, node: Collective) -> Sent:
         key = (node.op, node.dimension, node.ranks, node.bytes)
         found = self._seen.get(key)
         if found is None:
             place = span(self.plan, node.dimension, node.ranks, self.node_size)
             time = self.model.seconds(node.op, max(1.0, node.bytes), place.ranks, place.nodes)
-            found = self._seen[key] = time.seconds
+            found = self._seen[key] = Sent(time.seconds, place.nodes > 1, time.basis)
         return found
 
+    def seconds(self, node: Collective) -> float:
+        return self.of(node).seconds
+
     def between(self, node: Collective) -> bool:
-        """Whether it leaves the node."""
-        return span(self.plan, node.dimension, node.ranks, self.node_size).nodes > 1
+        return self.of(node).between
 
     def send_s(self, size: float) -> float:
         """To the next pipeline rank."""
         if self.plan.pp == 1 or size == 0:
             return 0.0
-        nodes = span(self.plan, "pp", 2, self.node_size).nodes
-        return self.model.seconds("send_recv", size, 2, nodes).seconds
+        key = ("send_recv", size)
+        found = self._seen.get(key)
+        if found is None:
+            place = span(self.plan, "pp", 2, self.node_size)
+            time = self.model.seconds("send_recv", size, place.ranks, place.nodes)
+            found = self._seen[key] = Sent(time.seconds, place.nodes > 1, time.basis)
+        return found.seconds

@@ -1,19 +1,17 @@
 """A prediction of one step: counted, priced, put together, with its memory, its interval and what it leaves out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from moestro.config.plan import Plan, RoutingConfig, Workload
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step
-from moestro.graph.words import Collective, Node, Piece, StepGraph
+from moestro.graph.words import Collective, Node, StepGraph
 from moestro.hardware.fits import usable_bytes
 from moestro.predict.confidence import interval
 from moestro.predict.constants import Calibration, Constants, generation, load_calibration
-from moestro.predict.costs import Cost, StepCost, kernel_class, price
-from moestro.predict.kernels import KernelPricer
+from moestro.predict.costs import Cost, StepCost, kernel_class, price, pricer_of
 from moestro.predict.memory import memory_of
-from moestro.predict.network import NetworkPricer, span
 from moestro.predict.program import stage_ops
 from moestro.predict.step import step_time
 from moestro.predict.target import CALLS, CALLS_OF_GROUP, Target
@@ -50,7 +48,7 @@ def predict_step(
         tokens_per_s_per_device=graph.tokens / time.total / devices,
         mfu=None if peak is None else graph.model_flops / (time.total * devices * peak),
         profile=target.profile,
-        notes=(*target.notes, *graph.notes, *_notes(graph, workload, plan, target), *_fit(memory, plan, target)),
+        notes=(*target.notes, *graph.notes, *_notes(costs, workload, target), *_fit(memory, plan, target)),
     )
 
 
@@ -65,8 +63,7 @@ def predict_traced(graph: StepGraph, target: Target, constants: Constants | None
             f"the program was traced for {graph.world_size} ranks, and there are {target.devices} devices"
         )
     plan = Plan(dp=graph.world_size)
-    network = NetworkPricer(target.curves.network, plan, target.place.node_size)
-    costs = price(graph, KernelPricer(target.curves, RoutingConfig(), ep=1), network)
+    costs = price(graph, pricer_of(target.curves, RoutingConfig(), plan, target.place.node_size))
     if constants is None:
         constants = target.constants or load_calibration().of(target.place.device.id, "fused")
     return compose(costs, plan, target, constants)
@@ -74,8 +71,7 @@ def predict_traced(graph: StepGraph, target: Target, constants: Constants | None
 
 def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
     """Seconds of every pass by the target's curves, without constants."""
-    kernels = KernelPricer(target.curves, workload.routing, plan.ep)
-    costs = price(graph, kernels, NetworkPricer(target.curves.network, plan, target.place.node_size))
+    costs = price(graph, pricer_of(target.curves, workload.routing, plan, target.place.node_size))
     if not target.host_computes:
         return costs
     stages = [
@@ -99,13 +95,13 @@ def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Targ
     if target.host_computes:
         raise MoestroError("a CPU has no streams beside its host: take --perfetto, or the timeline of an accelerator")
     constants = target.constants_for(workload, plan.world_size)
-    kernels = KernelPricer(target.curves, workload.routing, plan.ep)
-    network = NetworkPricer(target.curves.network, plan, target.place.node_size)
+    pricer = pricer_of(target.curves, workload.routing, plan, target.place.node_size)
 
     def seconds(node: Node) -> float:
         if isinstance(node, Collective):
-            return network.seconds(node) * (constants.between if network.between(node) else constants.inside)
-        return float(kernels.seconds(node) * getattr(constants, kernel_class(node)))
+            sent = pricer.network.of(node)
+            return sent.seconds * (constants.between if sent.between else constants.inside)
+        return float(pricer.kernels.seconds(node) * getattr(constants, kernel_class(node)))
 
     distinct = {(stage.pieces, id(graph.ranks[stage.rank].update)): stage.index for stage in graph.stages}
     lines = (walk([RankClass("", stage_ops(graph, i, seconds, constants))])[0] for i in distinct.values())
@@ -167,20 +163,19 @@ def _with_host(costs: StepCost, constants: Constants) -> StepCost:
     return StepCost(stages, once, costs.micro_batches)
 
 
-def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> list[str]:
+def _notes(costs: StepCost, workload: Workload, target: Target) -> list[str]:
     """What the prediction rests on that is less than samples of this very device."""
     notes = []
     device, curves = target.place.device, target.curves
     work: dict[str, float] = {}
     guessed: dict[str, set[str]] = {}
-    for node, times in _nodes(graph):
-        if not isinstance(node, Collective):
-            work[node.dtype] = work.get(node.dtype, 0.0) + node.flops * times
-        elif node.ranks > 1:
-            where = span(plan, node.dimension, node.ranks, target.place.node_size)
-            basis = curves.network.curve(node.op, where.ranks, where.nodes).basis(max(1.0, node.bytes))
-            if basis in ("other device", "catalog"):
-                guessed.setdefault(basis, set()).add(node.dimension)
+    passes = [cost for stage in costs.stages for cost in (stage.forward, stage.backward, stage.weight)]
+    once = [cost for gather, reduce, _ in costs.once for cost in (gather, reduce)]
+    for cost in {id(cost): cost for cost in (*passes, *once)}.values():  # equal stages share theirs
+        for dtype, flops in cost.flops.items():
+            work[dtype] = work.get(dtype, 0.0) + flops
+        for basis, dimension in cost.guessed:
+            guessed.setdefault(basis, set()).add(dimension)
     for dtype, flops in work.items():
         curve = curves.product(dtype) if flops > NOTED * sum(work.values()) else None
         if curve is not None and not curve.samples:
@@ -193,20 +188,6 @@ def _notes(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> 
     if workload.model.moe is not None and workload.routing.kind == "balanced":
         notes.append("routing taken as balanced; uneven experts are slower and take more memory")
     return notes
-
-
-def _nodes(graph: StepGraph) -> Iterator[tuple[Node, float]]:
-    """Nodes of one micro-batch and of the step's end, each piece once, with how often it runs."""
-    times: dict[Piece, int] = {}
-    for stage in graph.stages:
-        for run in stage.pieces:
-            times[run.piece] = times.get(run.piece, 0) + run.times
-    for piece, count in times.items():
-        for node in (*piece.forward, *piece.backward, *piece.weight):
-            yield node, node.times * count
-    for rank in graph.ranks:
-        for node in (*rank.before, *rank.gradients):
-            yield node, node.times
 
 
 def _calibration(workload: Workload, device_id: str) -> list[str]:

@@ -6,10 +6,8 @@ from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
 from moestro.hardware.devices import Device
 from moestro.predict.constants import Constants, generation, load_calibration
-from moestro.predict.costs import Cost, StepCost, price
+from moestro.predict.costs import Cost, StepCost, price, pricer_of
 from moestro.predict.curves import published_curves
-from moestro.predict.kernels import kernel_pricer
-from moestro.predict.network import NetworkPricer
 from moestro.predict.schedule import simulate_pipeline
 from moestro.predict.words import TimeBreakdown
 
@@ -34,15 +32,12 @@ class Place:
 def cost_step(workload: Workload, plan: Plan, place: Place) -> StepCost:
     """Count and price; no constants yet."""
     curves = published_curves(place.device.id)
-    kernels = kernel_pricer(curves, workload.routing, plan.ep)
-    return price(count_step(workload, plan), kernels, NetworkPricer(curves.network, plan, place.node_size))
+    return price(count_step(workload, plan), pricer_of(curves, workload.routing, plan, place.node_size))
 
 
 def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = False) -> TimeBreakdown:
     """Put the constants in. exact: simulate the pipeline instead of the closed form."""
-    forward = [stage.forward.seconds(constants) for stage in costs.stages]
-    backward = [stage.backward.seconds(constants) for stage in costs.stages]
-    weight = [stage.weight.seconds(constants) for stage in costs.stages]
+    forward, backward, weight = pass_seconds(costs, constants)
     sends = [stage.send_s * constants.between for stage in costs.stages]
     ranks = [stage.rank for stage in costs.stages]
     per_rank = [
@@ -75,6 +70,14 @@ def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = F
         by_part=_parts(passes, m),
         by_dimension=_dimensions([*passes], [gather, reduce], m, constants),
     )  # fmt: skip
+
+
+def pass_seconds(costs: StepCost, constants: Constants) -> tuple[list[float], list[float], list[float]]:
+    """Of each stage, one micro-batch: forward, backward, weight. Equal stages share their costs."""
+    all_passes = [cost for stage in costs.stages for cost in (stage.forward, stage.backward, stage.weight)]
+    seconds = {id(cost): cost.seconds(constants) for cost in {id(cost): cost for cost in all_passes}.values()}
+    found = [seconds[id(cost)] for cost in all_passes]
+    return found[0::3], found[1::3], found[2::3]
 
 
 def predict_time(
