@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads slow two cores many times over as soon as something else runs.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow lint format bench agreement clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/moestro train sotu-tiny run.resume=auto
@@ -56,6 +56,9 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0 -e '.[bench]'
 	@touch $@
+
+agreement: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agreement.py
 
 clean:
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

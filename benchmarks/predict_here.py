@@ -1,36 +1,33 @@
-"""Predicted against measured step times of small MoE models on this machine, the error split by what caused it.
+"""Predicted against measured step times of small MoE models on 1 to 4 processes of this machine, the error taken apart.
 
-    python benchmarks/predict_here.py [--profile PATH] [--ranks 1 2] [--steps 12] [--json]
+    python benchmarks/predict_here.py [--profile PATH] [--models N] [--repeats 7] [--json]
 
-Without --profile the machine is measured first (`moestro measure --quick`), as predictions age with the machine's load.
-The models are none that anything was fitted to. With one rank the measured step is that of `moestro measure step`, with
-several the median of a short `moestro train`, without its first two steps.
+Without --profile the machine is measured first (`moestro measure --quick --ranks 4`), as predictions age with the
+machine's load; 8 minutes in all on two cores. The models are none that anything was fitted to. A step is the one that
+`moestro train` runs, on random tokens; its time is the median of the slowest rank's.
 
-The split, for one rank: the real step is taken apart (`moestro measure step`) into the time of its operations and the
-host's time between them. The prediction with the measured operations put in for the predicted ones errs by the host
-alone, with the measured host put in by the operations alone.
+The split: measured seconds put in the place of predicted ones, one group after another (`moestro.predict.oracle`).
+What a group changes is its part of the error; what is left with all of them is how the parts were put together.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moestro.config import Config, load_config
-from moestro.graph.convert import plan_of, workload_of
+from moestro.config import load_config
 from moestro.hardware.profile import load_profile
-from moestro.predict.predict import predict_step
+from moestro.predict.oracle import Split, measure_and_split
 from moestro.predict.target import target_of_profile
-from moestro.predict.words import TimeBreakdown
-from moestro.report.read import read_run
 
 BASE = "olmoe-tiny"
 MODELS: dict[str, tuple[str, ...]] = {
@@ -38,45 +35,36 @@ MODELS: dict[str, tuple[str, ...]] = {
                          "model.moe.expert_hidden_size=256"),
     "many narrow experts": ("model.hidden_size=128", "model.moe.num_experts=32", "model.moe.top_k=4",
                             "model.moe.expert_hidden_size=64"),
-    "deep": ("model.num_layers=6", "model.hidden_size=96", "model.moe.expert_hidden_size=96"),
     "wide": ("model.hidden_size=384", "model.num_heads=6", "model.moe.expert_hidden_size=192"),
-    "long sequences": ("data.seq_len=1024", "model.max_seq_len=1024", "train.global_batch_size=2"),
+    "deep": ("model.num_layers=6", "model.hidden_size=96", "model.moe.expert_hidden_size=96"),
 }  # fmt: skip
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # processes, what parallel says
+    "one": (1, ()),
+    "dp2": (2, ()),
+    "ep2": (2, ("parallel.ep=2",)),
+    "pp2": (2, ("parallel.pp=2",)),
+    "tp2": (2, ("parallel.tp=2",)),
+    "cp2": (2, ("parallel.cp=2",)),
+    "dp2·ep2": (4, ("parallel.ep=2",)),
+    "pp2·ep2": (4, ("parallel.pp=2", "parallel.ep=2")),
+}
+SMALL = ("train.global_batch_size=4",)
 
 
 @dataclass(frozen=True)
 class Outcome:
     model: str
-    ranks: int
-    measured_s: float
-    calls_s: float | None  # of the real step's operations, one rank
-    gaps_s: float | None
-    predicted: TimeBreakdown
-
-    @property
-    def error(self) -> float:
-        return self.predicted.total / self.measured_s - 1
-
-    def split(self) -> dict[str, float]:
-        """Relative errors that are left when all else is as measured."""
-        if self.calls_s is None or self.gaps_s is None:
-            return {}
-        whole = self.calls_s + self.gaps_s
-        time = self.predicted
-        kernels = time.compute + time.optimizer
-        return {"operations": (kernels - self.calls_s) / whole, "host": (time.host - self.gaps_s) / whole}
+    layout: str
+    processes: int
+    load: float  # average of the machine, before
+    split: Split
 
 
 def main() -> None:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        profile = arguments.profile or _measure(place / "profile", max(arguments.ranks))
-        found: list[Outcome] = []
-        for name, changes in MODELS.items():
-            for ranks in arguments.ranks:
-                found.append(_one(name, changes, ranks, arguments.steps, profile, place / f"{len(found)}"))
-                print(f"{name}, {ranks}: {found[-1].error:+.1%}", file=sys.stderr)
+        profile = arguments.profile or _measure(Path(folder) / "profile")
+        found = list(_outcomes(profile, list(MODELS)[: arguments.models], arguments.repeats))
     if arguments.json:
         print(json.dumps([_tree(one) for one in found], indent=1))
     else:
@@ -86,85 +74,65 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profile", type=Path)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--models", type=int, default=len(MODELS), help="how many of the models")
+    parser.add_argument("--repeats", type=int, default=7, help="steps to time of each")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def _measure(folder: Path, ranks: int) -> Path:
-    options = ["--quick", "--skip", "storage", "--skip", "pairs", "--out", str(folder)]
-    if ranks > 1:
-        options += ["--ranks", str(ranks)]
-    subprocess.run([sys.executable, "-m", "moestro", "measure", *options], check=True, stdout=subprocess.DEVNULL)
+def _measure(folder: Path) -> Path:
+    skipped = ["--skip", "storage", "--skip", "pairs"]
+    command = [sys.executable, "-m", "moestro", "measure", "--quick", "--ranks", "4", *skipped, "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
-def _one(name: str, changes: tuple[str, ...], ranks: int, steps: int, profile: Path, folder: Path) -> Outcome:
-    overrides = [
-        *changes,
-        f"train.steps={steps}",
-        "train.log_every=1",
-        "train.eval_every=1000000",
-        "train.eval_batches=1",
-        f"run.dir={folder}",
-        "run.sample_prompts=[]",
-        *([f"parallel.ep={ranks}", "train.micro_batch_size=1"] if ranks > 1 else []),
-    ]
-    config = load_config(BASE, overrides).config
-    workload, plan = workload_of(config), plan_of(config, ranks)
-    target = target_of_profile(load_profile(profile), ranks)
-    time = predict_step(workload, plan, target).time
-    if ranks == 1:
-        return Outcome(name, ranks, *_apart(config, steps), time)
-    command = [sys.executable, "-m", "moestro", "train", BASE, *overrides, "--nproc", str(ranks)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return Outcome(name, ranks, _measured(next(folder.iterdir())), None, None, time)
+def _outcomes(profile: Path, models: list[str], repeats: int) -> Iterator[Outcome]:
+    """Layouts in the outer loop, so that a machine that slows down serves all models alike."""
+    machine = load_profile(profile)
+    for layout, (processes, parallel) in LAYOUTS.items():
+        target = target_of_profile(machine, processes)
+        for model in models:
+            config = load_config(BASE, [*SMALL, *MODELS[model], *parallel]).config
+            load = os.getloadavg()[0]
+            split = measure_and_split(config, target, processes, repeats)
+            print(f"{model}, {layout}: {split.error:+.0%}", file=sys.stderr)
+            yield Outcome(model, layout, processes, load, split)
 
 
-def _measured(run: Path) -> float:
-    return statistics.median(float(seconds) for seconds in read_run(run).train.step_s[2:])
-
-
-def _apart(config: Config, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step, of its operations, and between them."""
-    import torch
-
-    from moestro.measure.step import BuiltStep, take_apart, time_step
-
-    built = BuiltStep(config, torch.device("cpu"))
-    times = time_step(built, take_apart(built, built.record()), steps)
-    return times.median_s, times.accounted.calls_s, times.accounted.gaps_s
-
-
-def _tree(one: Outcome) -> dict[str, Any]:
-    time = one.predicted
-    parts = {
-        "compute": time.compute,
-        "host": time.host,
-        "communication": time.communication,
-        "optimizer": time.optimizer,
-    }
+def _tree(one: Outcome) -> dict[str, object]:
+    split = one.split
     return {
-        "model": one.model, "ranks": one.ranks, "measured_s": one.measured_s, "predicted_s": time.total,
-        "error": one.error, "parts_s": parts, "calls_s": one.calls_s, "gaps_s": one.gaps_s, "left": one.split(),
+        "model": one.model, "layout": one.layout, "processes": one.processes, "load": one.load,
+        "measured_s": split.measured_s, "predicted_s": split.predicted_s, "error": split.error, "parts": split.parts,
+        "left": split.left,
     }  # fmt: skip
 
 
 def _print(found: list[Outcome]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("model")
-    for column in ("ranks", "measured ms", "predicted ms", "error", "by operations", "by host"):
+    for column in ("model", "layout"):
+        table.add_column(column, no_wrap=True)
+    for column in ("measured ms", "predicted ms", "error", "kernels", "host", "communication", "overlap", "load"):
         table.add_column(column, justify="right")
     for one in found:
-        left = one.split()
-        cells = [f"{left[key]:+.1%}" if key in left else "–" for key in ("operations", "host")]
-        seconds = (f"{one.measured_s * 1e3:.1f}", f"{one.predicted.total * 1e3:.1f}")
-        table.add_row(one.model, str(one.ranks), *seconds, f"{one.error:+.1%}", *cells)
-    console = Console(width=110)
+        split = one.split
+        seconds = (f"{split.measured_s * 1e3:.0f}", f"{split.predicted_s * 1e3:.0f}")
+        errors = (f"{error:+.0%}" for error in (split.error, *split.parts.values()))
+        table.add_row(one.model, one.layout, *seconds, *errors, f"{one.load:.1f}")
+    console = Console(width=120)
     console.print(table)
-    errors = [abs(one.error) for one in found]
-    console.print(f"median of absolute errors: {statistics.median(errors):.1%}", style="bold")
+    console.print("kernels, host, communication and overlap are parts of the error and add up to it", style="dim")
+    for processes in sorted({one.processes for one in found}):
+        some = [one.split for one in found if one.processes == processes]
+        console.print(f"{processes} processes: {_medians(some)}")
+    console.print(f"all {len(found)}: {_medians([one.split for one in found])}", style="bold")
+
+
+def _medians(splits: list[Split]) -> str:
+    error = statistics.median(abs(split.error) for split in splits)
+    left = statistics.median(abs(split.left[-1]) for split in splits)
+    return f"median of absolute errors {error:.1%}, with all parts measured {left:.1%}"
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ def _fine_grained_moe(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _affmae(progress: Progress) -> PaperResult:
+    from papers.affmae import run
+
+    return run(progress)
+
+
 def _deepseek_v3(progress: Progress) -> PaperResult:
     from papers.deepseek_v3 import run
 
@@ -106,8 +112,26 @@ def _profilednn(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _maya(progress: Progress) -> PaperResult:
+    from papers.maya import run
+
+    return run(progress)
+
+
 def _microbench_models(progress: Progress) -> PaperResult:
     from papers.microbench_models import run
+
+    return run(progress)
+
+
+def _mixnet(progress: Progress) -> PaperResult:
+    from papers.mixnet import run
+
+    return run(progress)
+
+
+def _deepcee(progress: Progress) -> PaperResult:
+    from papers.deepcee import run
 
     return run(progress)
 
@@ -150,6 +174,18 @@ def _universal_perf_model(progress: Progress) -> PaperResult:
 
 def _dlrm_perf_model(progress: Progress) -> PaperResult:
     from papers.dlrm_perf_model import run
+
+    return run(progress)
+
+
+def _disagmoe(progress: Progress) -> PaperResult:
+    from papers.disagmoe import run
+
+    return run(progress)
+
+
+def _sigma(progress: Progress) -> PaperResult:
+    from papers.sigma import run
 
     return run(progress)
 
@@ -309,6 +345,15 @@ PAPERS: dict[str, Paper] = {
         feature="moestro measure step: primitives of a training step, each against what it takes alone",
         run=_profilednn,
     ),
+    "maya": Paper(
+        slug="maya",
+        number=9,
+        system="Maya",
+        title="Maya: Optimizing Deep Learning Training Workloads using GPU Runtime Emulation",
+        arxiv="2503.20191",
+        feature="moestro predict --trace, --oracle: any training step emulated and priced, and where a prediction errs",
+        run=_maya,
+    ),
     "microbench_models": Paper(
         slug="microbench_models",
         number=15,
@@ -346,6 +391,33 @@ PAPERS: dict[str, Paper] = {
         feature="moestro.config.adapters: how many parameters adapters have; workload.adapter_rank: memory with them",
         run=_gamer_grpo,
     ),
+    "affmae": Paper(
+        slug="affmae",
+        number=10,
+        system="AFFMAE",
+        title="AFFMAE: Scalable and Efficient Vision Pretraining for Desktop Graphics Cards",
+        arxiv="2602.16249",
+        feature="moestro predict --net affmae, or a TOML file of levels: sequences that get shorter with depth",
+        run=_affmae,
+    ),
+    "mixnet": Paper(
+        slug="mixnet",
+        number=14,
+        system="MixNet",
+        title="MixNet: A Runtime Reconfigurable Optical-Electrical Fabric for Distributed Mixture-of-Experts Training",
+        arxiv="2501.03905",
+        feature="[optical] of a cluster's file, cluster mixnet-1024, workload.routing in the price of exchanges",
+        run=_mixnet,
+    ),
+    "deepcee": Paper(
+        slug="deepcee",
+        number=16,
+        system="DeepCEE",
+        title="DeepCEE: Efficient Cross-Region Model Distributed Training System under Heterogeneous GPUs and Networks",
+        arxiv="2505.15536",
+        feature="pools and [[wan]] of a cluster's file in `moestro predict`, plan.in_flight; `moestro measure`",
+        run=_deepcee,
+    ),
     "mofa": Paper(
         slug="mofa",
         number=6,
@@ -361,7 +433,7 @@ PAPERS: dict[str, Paper] = {
         system="Gemma 4 on TPU",
         title="Fine-Tuning and Serving Gemma 4 31B on Google Cloud TPU: A Technical Comparison with GPU Baselines",
         arxiv="2605.25645",
-        feature="moestro lint: what two runs differ in, and times that no machine reaches; cost with serving; queues",
+        feature="moestro lint: what two runs differ in, and times that no machine reaches; moestro predict --serving",
         run=_gemma4_tpu,
     ),
     "universal_perf_model": Paper(
@@ -381,6 +453,24 @@ PAPERS: dict[str, Paper] = {
         arxiv="2201.07821",
         feature="moestro predict --timeline; host overheads T1 to T5 of moestro measure; graphs of DLRM",
         run=_dlrm_perf_model,
+    ),
+    "disagmoe": Paper(
+        slug="disagmoe",
+        number=19,
+        system="DisagMoE",
+        title="DisagMoE: Computation-Communication Overlapped MoE Training via Disaggregated AF-Pipe Parallelism",
+        arxiv="2605.11005",
+        feature="moestro predict --disaggregate: whether attention and experts on devices of their own would pay",
+        run=_disagmoe,
+    ),
+    "sigma": Paper(
+        slug="sigma",
+        number=36,
+        system="SIGMA",
+        title="SIGMA: An AI-Empowered Training Stack on Early-Life Hardware",
+        arxiv="2512.13488",
+        feature="moestro predict --mtbf-hours: goodput with failures; simulated hosts that pause",
+        run=_sigma,
     ),
 }
 

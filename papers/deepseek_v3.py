@@ -8,12 +8,14 @@ What is reproduced here, on CPU:
 
 * counted: parameters and FLOPs from the preset, and from them the published rate, utilisation, tokens per step, hours
   and cost; the cache of latent attention (`deepseek_v3_counts.py`);
+* predicted: published FP8 products, exchanges, processors shared with communication, and a day of serving
+  (`deepseek_v3_kernels.py`);
 * exact: the limit of groups, gates without bias, the sequence-wise loss, the model without its MTP block, decoding from
   latents;
 * trained: balance loss per sequence, per batch, and bias, on sequences of hidden clusters.
 
-What is not: pipeline schedules and their bubbles, FP8, the exchange between nodes, replicas of experts (EPLB), the
-step's breakdown, kernels and serving. They are about prediction, low precision and placement.
+What is not: pipeline schedules and their bubbles, the numerics of FP8, replicas of experts (EPLB), and the step's
+breakdown, of which the published bubble is more than the schedule's own.
 """
 
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Literal
 from moestro.config import BalanceConfig, ModelConfig, MoEConfig, OptimConfig, RouterConfig
 from papers.deepseek_v3_counts import check_cache, check_cost, check_flops, check_rate, check_size
 from papers.deepseek_v3_exact import check_absorbed, check_bias, check_groups, check_mtp, check_sequence_loss
+from papers.deepseek_v3_kernels import KERNEL_CHECKS
 from papers.jobs import run_jobs
 from papers.result import Check, PaperResult, Progress, verdict_of
 from papers.toys import Curve, HiddenClusters, train_on
@@ -78,6 +81,7 @@ def run(progress: Progress) -> PaperResult:
         check_sequence_loss(),
         check_mtp(),
         check_absorbed(),
+        *(check() for check in KERNEL_CHECKS),
         check_scope(curves),
     )
     return PaperResult(checks, figures(curves))

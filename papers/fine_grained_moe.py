@@ -7,10 +7,11 @@ What is reproduced here, on CPU:
 
 * trained: a toy transformer on hidden clusters, G = 1 and G = 4, with the softmax before and after the choice;
 * exact: a trained coarse model in finer pieces computes the same; softmax after the choice of one trains no router;
-* counted: parameters and FLOPs of the four variants, and the ranks that a token visits, which are the price.
+* counted: parameters and FLOPs of the four variants, and the ranks that a token visits, which are the price;
+* predicted: what that price is in bytes and in a step's time on H100 (`fine_grained_predicted.py`).
 
 What is not: the losses at 11B and 56B, and the downstream scores. That 1xFLOPs-G8 nearly reaches 2xFLOPs-G1 was found
-at 100B tokens, and its widths, batch and learning rate are not published. What more ranks cost in time takes a network.
+at 100B tokens, and its widths, batch and learning rate are not published. Predicted times were not measured by anyone.
 """
 
 import time
@@ -33,6 +34,7 @@ from papers.fine_grained_exact import (
     check_zero_gradient,
     expected_ranks,
 )
+from papers.fine_grained_predicted import check_dispatch, check_time
 from papers.jobs import run_jobs
 from papers.result import Check, PaperResult, Progress, majority_of
 from papers.toys import HiddenClusters, fresh_model, train_model, train_on
@@ -105,6 +107,8 @@ def run(progress: Progress) -> PaperResult:
         check_split(),
         check_zero_gradient(),
         check_ranks(),
+        check_dispatch(),
+        check_time(),
         check_gains(),
         check_against_dense(),
     )

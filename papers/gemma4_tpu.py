@@ -9,7 +9,8 @@ What is reproduced here:
 
 * computed: the costs to the cent, which figures do not follow from each other, what differs between the two runs
   besides the machine, how much of it is used, which times no machine can reach (`papers/gemma4_serving.py`);
-* simulated: the queue behind the 23.6 times, and what packing would give, on lengths drawn as published.
+* simulated: the queue behind the 23.6 times, and what packing would give, on lengths drawn as published;
+* predicted: how long prompts take on both machines.
 
 What is not: the training and the serving, which need those machines; merging adapters into fused projections and the
 repair of their sharding, which come with later work on adapters.
@@ -28,7 +29,15 @@ from moestro.hardware.catalog import load_device
 from moestro.predict.comparability import Figure, compare
 from moestro.predict.cost import HOUR_S, Rate, cost, total_with_serving
 from papers.gemma4_serving import GPU as GPU_SERVER
-from papers.gemma4_serving import PARAMS, check_decode, check_physics, check_queue, check_rows
+from papers.gemma4_serving import (
+    PARAMS,
+    check_decode,
+    check_first_tokens,
+    check_physics,
+    check_queue,
+    check_rows,
+    predicted_prompts,
+)
 from papers.gemma4_serving import TPU as TPU_SERVER
 from papers.result import Check, PaperResult, Progress, Verdict, verdict_of
 
@@ -87,7 +96,7 @@ PADDED, POINTS, GAIN = 0.70, 0.02, 2.5  # a reader's
 
 
 def run(progress: Progress) -> PaperResult:
-    """Everything; about 5 s of CPU time in one thread."""
+    """Everything; about 10 s of CPU time in one thread."""
     packed = [pack_samples(seed) for seed in SEEDS]
     progress(1, 3, "packing")
     queue, rows = check_queue(), check_rows()
@@ -103,6 +112,7 @@ def run(progress: Progress) -> PaperResult:
         queue,
         rows,
         check_decode(),
+        check_first_tokens(predicted_prompts()),
     )
     progress(3, 3, "checks")
     figures = {f"{what} seed={seed}": round(value, 5) for seed, p in zip(SEEDS, packed, strict=True)

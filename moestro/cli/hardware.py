@@ -147,6 +147,11 @@ def _show_cluster(cluster: "Cluster", as_json: bool) -> None:
     for wan in cluster.wan:
         console.print(f"\n[bold]{escape(' – '.join(wan.regions))}[/]")
         console.print(figure_table([("GB/s", wan.gbps), ("latency ms", wan.latency_ms)]))
+    if cluster.optical is not None:
+        tier = cluster.optical
+        ports = f"{tier.ocs_ports} optical and {tier.eps_ports} packet ports a node"
+        console.print(f"\n[bold]optical circuits[/]: among {tier.region_size} nodes, {ports}")
+        console.print(figure_table([("Gbit/s a port", tier.port_gbit), ("ms to lay circuits", tier.delay_ms)]))
 
 
 def _print_pool(console: "Console", title: str, pool: "Pool") -> None:

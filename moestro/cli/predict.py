@@ -9,6 +9,8 @@ import typer
 if TYPE_CHECKING:
     from moestro.config import Config
     from moestro.config.plan import Plan, Workload
+    from moestro.graph.words import StepGraph
+    from moestro.predict.oracle import Split
     from moestro.predict.target import Target
 
 
@@ -32,7 +34,22 @@ def predict(
         str, typer.Option(help="module:function of your own: any PyTorch training step, traced without running it.")
     ] = "",
     world: Annotated[int, typer.Option(min=1, help="Ranks of a traced program.")] = 1,
+    routing: Annotated[
+        str,
+        typer.Option(help="Of a traced program: balanced, power_law[:ALPHA], or an .npz of choices [rows, K]."),
+    ] = "",
+    net: Annotated[
+        str,
+        typer.Option(help="No language model: affmae, vit-mae, resnet50, unet, dlrm-ddp …, or a TOML file; batch=64 …"),
+    ] = "",
     exact: Annotated[bool, typer.Option("--exact", help="Simulate the pipeline pass by pass.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Simulate the step on the streams of every pipeline rank, too.")
+    ] = False,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="RANK=FACTOR: --simulate with a pipeline rank (or one device of it) that computes slower."),
+    ] = None,
     tokens: Annotated[float | None, typer.Option(help="Of the whole training; by default train.steps tell.")] = None,
     usd_per_hour: Annotated[float | None, typer.Option(help="For one device, instead of the catalog's price.")] = None,
     mtbf_hours: Annotated[
@@ -40,11 +57,22 @@ def predict(
     ] = None,
     checkpoint_s: Annotated[float, typer.Option(help="For which a checkpoint stops training.")] = 30.0,
     restart_s: Annotated[float, typer.Option(help="To start again after a failure.")] = 600.0,
-    perfetto: Annotated[Path | None, typer.Option(help="Write the passes as a trace for ui.perfetto.dev.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the passes as a trace for ui.perfetto.dev; all streams with --simulate.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write a micro-batch of the slowest stage, host and streams, kernel by kernel, as a trace."),
     ] = None,
+    serving: Annotated[
+        str, typer.Option(help="REQUESTS/S:PROMPT:ANSWER, as 4:4096:512: the model served on these devices, too.")
+    ] = "",
+    disaggregate: Annotated[
+        str, typer.Option(help="M:N devices, or auto: whether attention and experts apart would be faster.")
+    ] = "",
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="Run the step here too (a CPU's --profile), and say where the error lies.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Predict a training step: time with its parts, memory, tokens per second, days and dollars. Nothing is run.
@@ -54,16 +82,33 @@ def predict(
     """
     import json
 
+    from moestro.cli import predict_oracle
+    from moestro.cli import predict_serving as more
+    from moestro.cli import predict_simulated as streams
     from moestro.cli.predict_tables import Outlook, as_tree, print_prediction
     from moestro.errors import MoestroError
     from moestro.predict.predict import predict_step
 
+    if (trace or net) and (simulate or slow):
+        raise MoestroError("--simulate and --slow take a preset with its plan, not --trace or --net")
     if trace:
-        if preset is not None or run is not None:
+        if preset is not None or run is not None or serving or disaggregate:
             raise MoestroError(
-                "--trace has the model and the layout in its function; leave the preset, overrides and --from out"
+                "--trace has the model and the layout in its function; leave the preset, overrides, --from, --serving "
+                "and --disaggregate out"
             )
-        _predict_traced(trace, world, _target(hardware, profile, devices), as_json)
+        from moestro.cli.predict_traced import predict_program
+
+        target = _target(hardware, profile, devices)
+        predict_program(trace, world, routing, target, [path for path in (perfetto, timeline) if path], as_json)
+        _keep(target)
+        return
+    if routing:
+        raise MoestroError("--routing is for --trace; a preset takes workload.routing.kind=power_law and so on")
+    if net:
+        if run is not None or (preset is not None and "=" not in preset):
+            raise MoestroError("--net is the model; beside it stand values like batch=64 only, no preset and no --from")
+        _predict_net(net, [*filter(None, [preset]), *(overrides or ())], _target(hardware, profile, devices), as_json)
         return
     if run is not None and preset is not None and "=" in preset:  # there is no preset to give, only overrides
         overrides, preset = [preset, *(overrides or ())], None
@@ -88,37 +133,68 @@ def predict(
         faults=None if mtbf_hours is None else (mtbf_hours * 3600, checkpoint_s, restart_s),
         measured_s=measured_s,
     )
+    served = more.serving(serving, workload, plan, target, usd_per_hour) if serving else None
+    apart = more.disaggregated(disaggregate, found.time, plan.world_size) if disaggregate else None
+    split = _split(config, plan_values, target, plan.world_size) if oracle else None
+    slower = streams.parse_slow(slow or ())
+    simulated = streams.simulated(workload, plan, target, slower) if simulate or slower else None
     _keep(target)
-    if perfetto is not None:
+    if perfetto is not None and simulated is not None:
+        streams.write_streams(perfetto, simulated)
+    elif perfetto is not None:
         _write_trace(perfetto, workload, plan, target)
     if timeline is not None:
         _write_timeline(timeline, workload, plan, target)
     if as_json:
-        typer.echo(json.dumps(as_tree(found, outlook, workload, plan), indent=1, ensure_ascii=False))
+        tree = as_tree(found, outlook, workload, plan)
+        tree |= {} if served is None else {"serving": more.serving_tree(*served)}
+        tree |= {} if apart is None else {"disaggregate": more.disaggregated_tree(*apart)}
+        tree |= {} if split is None else {"oracle": predict_oracle.as_tree(split)}
+        tree |= {} if simulated is None else {"simulated": streams.simulated_tree(simulated, found.time.total)}
+        typer.echo(json.dumps(tree, indent=1, ensure_ascii=False))
         return
     print_prediction(Path(preset).name if run is None else str(run), found, outlook, workload, plan, target)
+    if simulated is not None:
+        streams.print_simulated(simulated, found.time.total, slower)
+    if served is not None:
+        more.print_serving(*served)
+    if apart is not None:
+        more.print_disaggregated(*apart)
+    if split is not None:
+        predict_oracle.print_split(split)
     if perfetto is not None:
         typer.echo(f"trace  {perfetto}")
     if timeline is not None:
         typer.echo(f"timeline  {timeline}")
 
 
-def _predict_traced(name: str, world: int, target: "Target", as_json: bool) -> None:
+def _predict_net(name: str, texts: Sequence[str], target: "Target", as_json: bool) -> None:
+    from moestro.graph.nets import named_net
+
+    values = dict(_parse(text, text) for text in texts)
+    setting = " ".join((name, *texts))
+    _print_graph(setting, "counted", named_net(name, values), target, as_json)
+
+
+def _print_graph(name: str, how: str, graph: "StepGraph", target: "Target", as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
     from moestro.cli.predict_tables import print_traced
-    from moestro.graph.trace import trace_function
     from moestro.predict.predict import predict_traced
 
-    graph = trace_function(name, world)
     time = predict_traced(graph, target)
     _keep(target)
     if as_json:
-        tree = {"devices": world, "model_flops": graph.model_flops, "profile": target.profile, "notes": graph.notes}
+        tree = {
+            "devices": graph.world_size,
+            "model_flops": graph.model_flops,
+            "profile": target.profile,
+            "notes": graph.notes,
+        }
         typer.echo(json.dumps({**tree, "time": {**asdict(time), "total": time.total}}, indent=1))
         return
-    print_traced(name, graph, time, target)
+    print_traced(name, graph, time, target, how)
 
 
 def _read(preset: str, overrides: Sequence[str]) -> "tuple[Config, Workload, dict[str, Any]]":
@@ -132,11 +208,18 @@ def _read(preset: str, overrides: Sequence[str]) -> "tuple[Config, Workload, dic
         section, _, rest = text.partition(".")
         if section in own:
             key, value = _parse(text, rest)
-            own[section][key] = value
+            outer, dot, inner = key.partition(".")
+            if dot:  # workload.routing.kind
+                own[section].setdefault(outer, {})[inner] = value
+            else:
+                own[section][key] = value
         else:
             others.append(text)
     config = load_config(preset, others).config
     workload = workload_of(config)
+    if isinstance(own["workload"].get("routing"), dict) and "run" in own["workload"]["routing"]:
+        folder = Path(own["workload"]["routing"].pop("run"))
+        own["workload"]["routing"].update(kind="measured", loads=_loads(folder))
     if own["workload"]:
         workload = _section("workload", type(workload), {**dict(workload), **own["workload"]}, own["workload"])
     return config, workload, own["plan"]
@@ -220,6 +303,15 @@ def _plan(config: "Config", values: dict[str, Any], target: "Target", devices: i
     return plan
 
 
+def _split(config: "Config", plan_values: dict[str, Any], target: "Target", ranks: int) -> "Split":
+    from moestro.errors import MoestroError
+    from moestro.predict.oracle import measure_and_split
+
+    if plan_values:
+        raise MoestroError("--oracle runs the trainer's own layout: give parallel.* and train.*, not plan.*")
+    return measure_and_split(config, target, ranks)
+
+
 def _measured(run: Path) -> tuple[float, int]:
     """The median step of a run, without its first two, and its ranks."""
     import numpy as np
@@ -233,6 +325,19 @@ def _measured(run: Path) -> tuple[float, int]:
     if not len(steps):
         raise MoestroError(f"{run} tells no step times")
     return float(np.median(steps)), whole(data.environment.get("world_size")) or 1
+
+
+def _loads(run: Path) -> list[list[float]]:
+    """Of each layer with experts of a run, what each expert got on average over the second half of its records."""
+    import numpy as np
+
+    from moestro.errors import MoestroError
+    from moestro.report.read import read_run
+
+    layers = [layer.load[len(layer.load) // 2 :] for layer in read_run(run).train.layers if layer.num_experts]
+    if not layers:
+        raise MoestroError(f"{run} tells no loads of experts: not a run of a model with experts, or cut off")
+    return [np.nanmean(load, axis=0).tolist() for load in layers]
 
 
 def _keep(target: "Target") -> None:

@@ -68,9 +68,10 @@ class Outlook:
             share = goodput(every, job)
             if not share > 0:
                 raise MoestroError("with so many failures the job never ends; give a longer --mtbf-hours")
-        if usd_per_hour is not None or device.price.usd_per_hour_low or device.price.usd_per_hour_high:
+        alike = not target.parts  # prices and watts of unlike devices are not one figure
+        if usd_per_hour is not None or (alike and (device.price.usd_per_hour_low or device.price.usd_per_hour_high)):
             price = cost(step_s * steps, devices, rented(device, usd_per_hour), tokens, share or 1.0)
-        if device.tdp_w.nominal is not None and not target.measured:
+        if device.tdp_w.nominal is not None and not target.measured and alike:
             energy = step_energy(found.time, device, devices)
         return Outlook(
             tokens=tokens,
@@ -93,7 +94,8 @@ def print_prediction(
 
     tty = sys.stdout.isatty()
     console = Console(highlight=False) if tty else Console(highlight=False, width=WIDTH)
-    console.print(f"[bold]{name}[/] on {plan.world_size:,} × {target.place.device.name}", markup=True)
+    kinds = dict.fromkeys(part.place.device.name for part in target.parts) or [target.place.device.name]
+    console.print(f"[bold]{name}[/] on {plan.world_size:,} × {' and '.join(kinds)}", markup=True)
     console.print(_setting(workload, plan), style="dim", markup=False)
     console.print(f"priced by: {found.profile}\n", style="dim", markup=False)
     console.print(_summary(found, outlook, workload))
@@ -109,12 +111,15 @@ def print_prediction(
     _print_list(console, "not included", found.memory.excluded)
 
 
-def print_traced(name: str, graph: "StepGraph", time: "TimeBreakdown", target: "Target") -> None:
+def print_traced(
+    name: str, graph: "StepGraph", time: "TimeBreakdown", target: "Target", how: str = "traced"
+) -> None:  # fmt: skip
+    """how: the graph came about."""
     from rich.console import Console
 
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     console.print(f"{name} on {graph.world_size:,} × {target.place.device.name}", style="bold", markup=False)
-    console.print(f"traced; priced by: {target.profile}\n", style="dim", markup=False)
+    console.print(f"{how}; priced by: {target.profile}\n", style="dim", markup=False)
     console.print(_time_table(time))
     _print_communication(console, time)
     if graph.model_flops:

@@ -1,5 +1,6 @@
 """The architecture: what the transformer is, with nothing about how it is trained or where it runs."""
 
+from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -212,8 +213,7 @@ class ModelConfig(Section):
         """For each layer, whether its feed-forward is a mixture of experts."""
         if self.moe is None:
             return (False,) * self.num_layers
-        first, every = self.moe.first_k_dense, self.moe.every_n_layers
-        return tuple(i >= first and (i - first) % every == every - 1 for i in range(self.num_layers))
+        return _mixtures(self.num_layers, self.moe.first_k_dense, self.moe.every_n_layers)
 
     @property
     def moe_blocks(self) -> tuple[bool, ...]:
@@ -238,3 +238,9 @@ class ModelConfig(Section):
         if isinstance(self.moe.top_k, int):
             return self.moe.top_k * self.moe.granularity
         return self.moe.top_k[sum(self.moe_layers[: min(layer, self.num_layers - 1)])] * self.moe.granularity
+
+
+@lru_cache(maxsize=256)
+def _mixtures(num_layers: int, first: int, every: int) -> tuple[bool, ...]:
+    """Kept, as a search asks for it a million times."""
+    return tuple(i >= first and (i - first) % every == every - 1 for i in range(num_layers))

@@ -16,12 +16,22 @@ class RoutingConfig(Section):
     """How tokens fall on experts, of which a prediction knows only a distribution.
 
     balanced: every expert gets the same. power_law: shares ∝ rank^-alpha, in an order that differs from layer to layer.
-    measured: max_over_mean is the busiest expert's load over the mean, from a run.
+    measured: max_over_mean is the busiest expert's load over the mean, from a run; or `loads` are, of each layer, what
+    each expert got (in any unit).
     """
 
     kind: Literal["balanced", "power_law", "measured"] = "balanced"
     alpha: float = Field(1.2, gt=0)
     max_over_mean: float | None = Field(None, ge=1)
+    loads: tuple[tuple[Annotated[float, Field(ge=0)], ...], ...] = ()
+
+    @model_validator(mode="after")
+    def _alike(self) -> Self:
+        if len({len(layer) for layer in self.loads}) > 1 or not all(sum(layer) > 0 for layer in self.loads):
+            raise ValueError("loads hold a number for each expert, of as many in each layer, not all of them zero")
+        if self.loads and self.kind != "measured":
+            raise ValueError(f'loads go with kind = "measured", not "{self.kind}"')
+        return self
 
 
 class Workload(Section):
@@ -79,6 +89,8 @@ class Plan(Section):
     schedule: Schedule = "1f1b"
     vpp: Size = 1  # chunks of layers on each pipeline rank
     layers_per_stage: tuple[int, ...] | None = None  # a number for each of pp · vpp stages; None: as even as possible
+    # Micro-batches that each pipeline rank holds at most, with 1f1b; None: pp - rank. More of them hide slow links.
+    in_flight: tuple[Size, ...] | None = None
 
     # 0: replicas keep all. 1: optimizer state split over dp · cp. 2: gradients too. 3: weights too. `shard`: among how
     # many of the dp · cp ranks (None: all).
@@ -158,6 +170,8 @@ def misfits(workload: Workload, plan: Plan) -> list[str]:
         found.append(f"ep = {plan.ep} does not divide num_experts = {model.moe.resolved_num_experts}")
     if plan.layers_per_stage is not None and len(plan.layers_per_stage) != plan.pp * plan.vpp:
         found.append(f"layers_per_stage has {len(plan.layers_per_stage)} numbers for {plan.pp * plan.vpp} stages")
+    if plan.in_flight is not None and (plan.schedule != "1f1b" or len(plan.in_flight) != plan.pp):
+        found.append(f"in_flight has {len(plan.in_flight)} numbers; it goes with 1f1b, one for each of {plan.pp} ranks")
     if plan.layers_per_stage is not None and sum(plan.layers_per_stage) != model.num_layers:
         found.append(
             f"layers_per_stage adds up to {sum(plan.layers_per_stage)}, the model has {model.num_layers} layers"

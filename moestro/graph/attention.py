@@ -37,10 +37,20 @@ def attention(tape: Tape, model: ModelConfig, layer: int, sequences: int, length
     tape.exchange("all_gather", "attention", "keys and values", "cp", plan.cp, gathered, overlap=True)
     if plan.context == "all_gather":
         tape.save((plan.cp - 1) * tokens * kv_width)
+        if tape.ours and plan.cp > 1 and model.mla is not None:  # values are no longer part of a projection with keys
+            tape.save(-tokens * heads.queries * model.mla.nope_head_dim)
     exact = _keys_seen(model, layer, length)
     seen = round(2 * exact - 1)
-    tape.attention((sequences, local, seen, *heads[:4]), seen=exact)
+    if tape.ours and model.attention_sinks and plan.cp == 1 and 2 * exact == length + 1:
+        # Our trainer's causal kernels see a sink as one more key, with a query before it and a dimension for its score.
+        wider = (sequences, local + 1, local + 1, heads.queries, heads.keys, heads.qk_dim + 1, heads.v_dim + 1)
+        tape.attention(wider)
+        tape.save(tokens * heads.queries * heads.v_dim)
+    else:
+        tape.attention((sequences, local, seen, *heads[:4]), seen=exact)
     tape.save(tokens * (heads.kept + heads.queries * heads.v_dim))
+    if tape.ours and plan.cp > 1:  # made in parts, and once more in one
+        tape.save(tokens * heads.queries * heads.v_dim)
     scores = sequences * heads.queries * local * seen
     if kernel == "math":  # after the soft-max, and with dropout the mask and what it leaves
         tape.save(scores, cheap=True)
@@ -73,6 +83,10 @@ def _grouped_query(tape: Tape, model: ModelConfig, tokens: int) -> Heads:
         tape.save_normed(tokens, (heads + kv_heads) * dim)
         whole = model.num_heads + model.resolved_num_kv_heads
         tape.save(tokens * (heads + kv_heads if model.qk_norm == "head" else 2), width=4)
+        if tape.ours and tp > 1 and model.qk_norm != "head":  # over parts of rows there is no kernel
+            tape.save(tokens * (heads + kv_heads) * dim, width=4)
+            sums = (4.0 * 2 * tp * tokens,) * 2
+            tape.exchange("all_gather", "attention", "sums of squares", "tp", tp, 0, extra=sums)
         tape.own_vectors(2 * dim if model.qk_norm == "head" else whole * dim)
     if model.clip_qkv is not None:
         tape.memory("attention", "clip", tokens * width, 2, 3)

@@ -7,6 +7,7 @@ dimension runs over input channels and taps. Ranks, where there are several, see
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from moestro.errors import MoestroError
 from moestro.graph.tape import ACTIVATION_BYTES
 from moestro.graph.words import Collective, Kernel, Node, Parameters, Piece, RankStep, Run, Saved, Stage, StepGraph
 
@@ -62,15 +63,31 @@ class Net:
         return size[0] * stride, size[1] * stride
 
     def linear(self, name: str, features: int, out: int, *, first: bool = False) -> None:
-        moved = self.width * (self.batch * (features + out) + features * out)
-        self._product(name, 1, self.batch, out, features, moved, first)
-        self._keep(self.batch * features, features * out + out)
+        self.rows_linear(name, self.batch, features, out, first=first)
 
-    def pass_over(self, name: str, elements: float, passes: float, back: float, *, kept: float = 0.0) -> None:
+    def rows_linear(
+        self, name: str, rows: int, features: int, out: int, *, first: bool = False, part: str = "layers"
+    ) -> None:
+        """Of several rows a sample: tokens."""
+        moved = self.width * (rows * (features + out) + features * out)
+        self._product(name, 1, rows, out, features, moved, first, part)
+        self._keep(rows * features, features * out + out)
+
+    def products(
+        self, name: str, groups: int, m: int, n: int, k: int, *, moved: float | None = None, part: str = "layers"
+    ) -> None:
+        """[groups, m, k] by [groups, k, n], both activations, whose gradients are a product each. moved: bytes, where
+        a kernel does not read and write all three."""
+        whole = self.width * groups * (m * k + k * n + m * n)
+        self._product(name, groups, m, n, k, whole if moved is None else moved, False, part)
+
+    def pass_over(
+        self, name: str, elements: float, passes: float, back: float, *, kept: float = 0.0, part: str = "layers"
+    ) -> None:
         """An operation bound by memory; passes and back count reads and writes, kept is numbers saved for backward."""
         for nodes, label, times in ((self.forward, name, passes), (self.backward, f"{name} backward", back)):
             moved = elements * times * self.width
-            nodes.append(Kernel("memory", "layers", label, (round(elements),), self.dtype, 0.0, moved))
+            nodes.append(Kernel("memory", part, label, (round(elements),), self.dtype, 0.0, moved))
         self.saved += kept * self.width
 
     def norm_relu(self, name: str, size: Size, channels: int, *, relu: bool = True) -> None:
@@ -81,7 +98,9 @@ class Net:
             self.pass_over(f"{name} relu", elements, 2, 3)
         self.parameters += 2 * channels
 
-    def _product(self, name: str, batch: int, m: int, n: int, k: int, moved: float, first: bool) -> None:
+    def _product(
+        self, name: str, batch: int, m: int, n: int, k: int, moved: float, first: bool, part: str = "layers"
+    ) -> None:
         flops = 2.0 * batch * m * n * k
         for nodes, label, dims in (
             (self.forward, name, (batch, m, n, k)),
@@ -89,7 +108,7 @@ class Net:
             (self.weight, f"{name} wgrad", (batch, k, n, m)),
         ):
             if not (first and nodes is self.backward):
-                nodes.append(Kernel("gemm", "layers", label, dims, self.dtype, flops, moved))
+                nodes.append(Kernel("gemm", part, label, dims, self.dtype, flops, moved))
 
     def _keep(self, numbers: float, parameters: int) -> None:
         self.saved += numbers * self.width
@@ -112,7 +131,7 @@ def resnet50(batch: int, *, image: int = 224, classes: int = 1000, ranks: int = 
     net.pass_over("mean", batch * size[0] * size[1] * channels, 1, 1)
     net.linear("classes", channels, classes)
     net.pass_over("cross entropy", batch * classes, 2, 2, kept=batch * classes)
-    return _graph(net, ranks)
+    return net_graph(net, ranks)
 
 
 def _bottleneck(net: Net, name: str, size: Size, channels: int, width: int, stride: int) -> Size:
@@ -134,7 +153,14 @@ def unet(
     batch: int, *, image: int = 256, channels: int = 3, width: int = 64, depth: int = 4, classes: int = 2,
     ranks: int = 1, dtype: str = "fp32",
 ) -> StepGraph:  # fmt: skip
-    """A U-Net (arXiv 1505.04597), padded: two convolutions a level, `depth` halvings, and skips on the way back up."""
+    """A U-Net (arXiv 1505.04597), padded: two convolutions a level, `depth` halvings, and skips on the way back up.
+
+    Raises MoestroError for an image that cannot be halved so often.
+    """
+    if image % 2**depth:
+        raise MoestroError(
+            f"a U-Net of depth {depth} halves its image {depth} times; {image} is no multiple of {2**depth}"
+        )
     net, size = Net(batch, dtype), (image, image)
     here, skips = channels, list[tuple[Size, int]]()
     for level in range(depth + 1):
@@ -152,7 +178,7 @@ def unet(
         here = out
     net.conv("classes", size, here, classes, 1, bias=True)
     net.pass_over("cross entropy", batch * size[0] * size[1] * classes, 2, 2)
-    return _graph(net, ranks)
+    return net_graph(net, ranks)
 
 
 def _two_convs(net: Net, name: str, size: Size, channels: int, out: int, first: bool = False) -> None:
@@ -203,7 +229,7 @@ def dlrm(shape: Dlrm, batch: int, *, ranks: int = 1, dtype: str = "fp32") -> Ste
     net.pass_over("choose pairs", batch * (pairs + dim), 2, 2)
     _network(net, "top", (pairs + dim, *shape.top))
     net.pass_over("cross entropy", batch, 2, 2)
-    return _graph(net, ranks)
+    return net_graph(net, ranks)
 
 
 def _network(net: Net, name: str, sizes: tuple[int, ...], first: bool = False) -> None:
@@ -212,7 +238,7 @@ def _network(net: Net, name: str, sizes: tuple[int, ...], first: bool = False) -
         net.pass_over(f"{name} {number + 1} activation", net.batch * out, 2, 3, kept=net.batch * out)
 
 
-def _graph(net: Net, ranks: int) -> StepGraph:
+def net_graph(net: Net, ranks: int) -> StepGraph:
     """One stage, gradients of the replicated parameters reduced while backward computes, and SGD with momentum."""
     piece = Piece(tuple(net.forward), tuple(reversed(net.backward)), tuple(reversed(net.weight)), saved=net.saved)
     held = Parameters(dense=net.parameters, expert=net.rows, trained=net.parameters + net.rows)

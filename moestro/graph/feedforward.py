@@ -29,7 +29,8 @@ def mixture(tape: Tape, model: ModelConfig, layer: int, tokens: int) -> None:
     local = tokens // plan.tp if plan.sequence_parallel else tokens
     matrices = matrices_of(moe.activation)
     router(tape, model, moe, local, layer, model.top_k_of_layer(layer))
-    tape.save(local * hidden)  # input of router and experts
+    if _keeps_input(tape, moe):
+        tape.save(local * hidden)
     outer = moe.latent_size or hidden
     if moe.latent_size is not None:
         tape.gemm("experts", "to latent", local, outer, hidden)
@@ -48,6 +49,15 @@ def mixture(tape: Tape, model: ModelConfig, layer: int, tokens: int) -> None:
         tape.gemm("experts", "from latent", local, hidden, outer)
 
 
+def _keeps_input(tape: Tape, moe: MoEConfig) -> bool:
+    """Whether the layer's input outlives it. Our trainer's router may keep a wider copy instead, and its experts what
+    other ranks sent."""
+    plan = tape.plan
+    copied = moe.router.kind == "hash" or (moe.router.fp32 and tape.width < 4)
+    away = plan.ep * plan.etp > 1 and moe.latent_size is None and not (moe.num_shared_experts and plan.tp == 1)
+    return not (tape.ours and copied and away) or plan.expert_recompute
+
+
 def _experts(tape: Tape, moe: MoEConfig, local: int, top_k: int, outer: int) -> None:
     """The routed experts of `local` tokens of width `outer`, in chunks from dispatch to combine."""
     plan, saved = tape.plan, tape.saved
@@ -61,6 +71,8 @@ def _experts(tape: Tape, moe: MoEConfig, local: int, top_k: int, outer: int) -> 
         again = [node for node in tape.forward[start:] if not node.name.startswith("combine")]
         tape.backward_groups.append(again)
         tape.saved, tape.transient = saved, chunk
+        if tape.ours:  # the choices and their weights
+            tape.save(12 * local * top_k, width=1)
     _hold_experts(tape, moe, outer)
 
 
@@ -69,8 +81,9 @@ def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) ->
     plan, matrices = tape.plan, matrices_of(moe.activation)
     first = plan.etp > 1 and tape.ours
     if first:
-        tape.exchange("all_gather", "dispatch", "tokens of the slices", "etp", plan.etp, plan.etp * tokens * outer)
         tokens *= plan.etp
+        weights = (4.0 * tokens * top_k,) * 2  # of the gate, fp32
+        tape.exchange("all_gather", "dispatch", "tokens of the slices", "etp", plan.etp, tokens * outer, extra=weights)
     copies = _copies(moe, plan, tokens, top_k)
     _exchange(tape, moe, tokens, copies, top_k, outer, back=False)
     # With etp ranks holding slices of the same experts, all of their tokens pass all slices.
@@ -86,12 +99,20 @@ def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) ->
         tape.save(rows * up)
         tape.save(rows, width=20)  # a row's place, token and weight
         if plan.ep * plan.etp > 1:  # the tokens that came, each once
-            tape.save(_sent(moe, plan.ep, tokens, copies, top_k) * (plan.etp if last else 1) * outer)
+            came = _sent(moe, plan.ep, tokens, copies, top_k) * (plan.etp if last else 1)
+            if plan.dispatch == "all_gather":
+                came = plan.ep * tokens
+            tape.save(came * outer)
+            if plan.ep > 1:  # what travelled with them, where they came from, and all of their choices in order
+                tape.save(_packing(tape, came, outer, top_k)[0] * (plan.dispatch != "all_gather"), width=1)
+                tape.save(16 * came + 8 * (came * top_k - rows), width=1)
     else:
         tape.save(rows * outer)
         tape.activation("experts", rows, width, matrices)
         tape.save(copies * outer)  # what the weighted sum of the experts' outputs needs for the weights' gradient
     tape.grouped("experts", "down", held, round(rows), outer, width)
+    if tape.ours and moe.expert_bias:  # rows are added up by a product with whose they are
+        tape.weight_only("experts", "bias wgrad", held, up + outer // plan.etp, round(rows))
     if last:
         tape.exchange("reduce_scatter", "dispatch", "combine rows of the slices", "etp", plan.etp, rows * outer)
     _exchange(tape, moe, tokens, copies, top_k, outer, back=True)
@@ -165,7 +186,8 @@ def _exchange(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: i
         elif plan.dispatch == "all_gather":
             op: CollectiveOp = "reduce_scatter" if back else "all_gather"
             size = plan.ep * tokens * hidden
-            tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch)
+            weights = (4.0 * plan.ep * tokens * top_k,) * 2 if tape.ours and not back else (0.0, 0.0)
+            tape.exchange(op, "dispatch", name, "ep", plan.ep, size, overlap=plan.overlap_dispatch, extra=weights)
         else:
             once = plan.dispatch == "deduplicated"
             sent = _sent(moe, plan.ep, tokens, copies, top_k) if once else copies
@@ -192,20 +214,23 @@ def _aligned(size: int, to: int) -> int:
 
 
 def _two_hop(tape: Tape, moe: MoEConfig, tokens: float, copies: float, top_k: int, hidden: int, name: str) -> None:
-    """Between nodes one copy of a token for each node it goes to, inside one for each expert (DeepEP's way)."""
+    """Between nodes one copy of a token for each node it goes to, inside one for each expert (DeepEP's way); inside our
+    trainer's one for each rank."""
     plan = tape.plan
     assert plan.ranks_per_node is not None
     inside = min(plan.ep, max(1, plan.ranks_per_node // plan.etp))
     nodes = -(-plan.ep // inside)
     hops = list[tuple[str, Dimension, int, float]]()
     if nodes > 1:
-        sent = _sent(moe, nodes, tokens, copies, top_k) * hidden
-        hops.append(("between nodes", "ep_between", nodes, sent))
+        hops.append(("between nodes", "ep_between", nodes, _sent(moe, nodes, tokens, copies, top_k)))
     if inside > 1:
-        hops.append(("inside nodes", "ep", inside, copies * hidden))
-    for where, dimension, ranks, size in reversed(hops) if name == "combine" else hops:
-        label = f"{name} {where}"
-        tape.exchange("all_to_all", "dispatch", label, dimension, ranks, size, overlap=plan.overlap_dispatch)
+        rows = _sent(moe, plan.ep, tokens, copies, top_k) if tape.ours else copies
+        hops.append(("inside nodes", "ep", inside, rows))
+    for where, dimension, ranks, rows in reversed(hops) if name == "combine" else hops:
+        label, extra = f"{name} {where}", (0.0, 0.0) if name == "combine" else _packing(tape, rows, hidden, top_k)
+        tape.exchange(
+            "all_to_all", "dispatch", label, dimension, ranks, rows * hidden, overlap=plan.overlap_dispatch, extra=extra
+        )
 
 
 def _sent(moe: MoEConfig, ranks: int, tokens: float, copies: float, top_k: int) -> float:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from moestro.config.plan import Plan, Workload
 from moestro.graph.attention import attention
 from moestro.graph.feedforward import dense, mixture
 from moestro.graph.media import encoders
-from moestro.graph.tape import Tape, expert_shards, stream_bytes, weight_bytes
+from moestro.graph.tape import Tape, activation_bytes, activation_dtype, expert_shards, stream_bytes, weight_bytes
 from moestro.graph.words import Collective, Dimension, Matrices, Node, Parameters, Piece, RankStep, Run, Saved
 
 # What no piece depends on; everything else is part of a piece's key.
@@ -66,11 +67,19 @@ class Pieces:
         # Cosines and sines of the positions, fp32, once for all layers of a type.
         types = {kind.type for kind in self.kinds}
         self.tables = 4.0 * self.tokens * sum(self.model.rotated_dims(self.model.rope_of(name)) for name in types)
-        self.flops_per_token = count_model(self.model, workload.seq_len).train_flops_per_token
         self.steps: dict[tuple[object, ...], RankStep] = {}  # what ranks with these pieces do once a step
         self._pieces: dict[object, Piece] = {}
+        self._written: dict[object, tuple[Piece, int]] = {}  # before weights are split, and how many are not a layer's
+        # Pieces that gather their weights do between it what those that hold them do.
+        self._whole = self
+        if sharded_passes(workload, plan):
+            self._whole = pieces_of(workload, plan.model_copy(update={"zero": 0}))
         self._stages: dict[tuple[range, bool, bool, bool, int], tuple[Run, ...]] = {}
-        self._sums: dict[tuple[Run, ...], tuple[Parameters, Saved]] = {}
+        self._sums: dict[tuple[tuple[Run, ...], float], tuple[Parameters, Saved]] = {}
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        return count_model(self.model, self.workload.seq_len).train_flops_per_token
 
     def stage(
         self, layers: range, first: bool, last: bool, cut: bool, again: int
@@ -81,9 +90,20 @@ class Pieces:
         if key not in self._stages:
             self._stages[key] = self._stage(*key)
         runs = self._stages[key]
-        if runs not in self._sums:
-            self._sums[runs] = _parameters(runs), _saved(runs, self.tables)
-        return runs, *self._sums[runs]
+        besides = self.besides(first, last, cut, again > 0)
+        if (runs, besides) not in self._sums:
+            self._sums[runs, besides] = _parameters(runs), _saved(runs, besides)
+        return runs, *self._sums[runs, besides]
+
+    def besides(self, first: bool, last: bool, cut: bool, recomputes: bool) -> float:
+        """Bytes that a stage keeps for a micro-batch besides its pieces: tables of positions, and what came from the
+        stage before and goes to the next. PyTorch's pipelines, which our trainer uses, hold both until backward; what
+        the first layer keeps anyway is not counted twice."""
+        if not cut or self.workload.trainer != "moestro":
+            return self.tables
+        size = float(self.local * stream_bytes(self.workload))
+        whole = recomputes or activation_bytes(self.workload) == 4 or self.model.residual_fp32
+        return self.tables + size * ((not first and not whole) + (not last))
 
     def _stage(self, layers: range, first: bool, last: bool, cut: bool, again: int) -> tuple[Run, ...]:
         runs = [Run(self._embedding())] if first else []
@@ -105,9 +125,12 @@ class Pieces:
         """write: returns how many of the parameters are not a layer's. inputs: tensors of the stream's size that
         recomputation starts from."""
         if name not in self._pieces:
-            tape = Tape(self.workload, self.plan)
-            root = write(tape)
-            self._pieces[name] = self._finish(tape, inputs, root)
+            written = self._whole._written
+            if name not in written:
+                tape = Tape(self.workload, self.plan)
+                root = write(tape)
+                written[name] = self._finish(tape, inputs), root
+            self._pieces[name] = _sharded(self.workload, self.plan, *written[name])
         return self._pieces[name]
 
     def _embedding(self) -> Piece:
@@ -223,18 +246,15 @@ class Pieces:
         else:
             tape.own(vocab // self.plan.tp, hidden, cut="rows", muon=False)
 
-    def _finish(self, tape: Tape, inputs: int, root: int) -> Piece:
-        plan, parameters = self.plan, tape.parameters()
-        forward, backward = tuple(tape.forward), tape.backward()
+    def _finish(self, tape: Tape, inputs: int) -> Piece:
+        plan, kept = self.plan, tape.saved
         again: tuple[Node, ...] = ()
-        kept = tape.saved
         if plan.recompute == "block":
             again, kept = _again(tape), float(inputs * self.local * stream_bytes(self.workload))
         elif plan.recompute == "selective":
             again, kept = tuple(tape.cheap_nodes), tape.saved - tape.cheap_saved
-        before, between, after = _sharded(self.workload, plan, parameters, root, tape)
-        forward, backward = (*before, *forward), (*between, *backward, *after)
-        return Piece(forward, backward, tuple(tape.weight), again, tape.saved, kept, tape.transient, parameters)
+        passes = tuple(tape.forward), tape.backward(), tuple(tape.weight)
+        return Piece(*passes, again, tape.saved, kept, tape.transient, tape.parameters())
 
 
 def _again(tape: Tape) -> tuple[Node, ...]:
@@ -254,6 +274,7 @@ def _again(tape: Tape) -> tuple[Node, ...]:
     return tuple(node for node in tape.forward if not spared(node) and node.name != "residual of feed-forward")
 
 
+@lru_cache(maxsize=64)
 def _kinds(model: ModelConfig) -> tuple[Kind, ...]:
     """Of all blocks; those of one kind are equal, with the number of the first."""
     mixtures, deep = model.moe_blocks, model.depth_layers
@@ -279,16 +300,15 @@ def sharded_passes(workload: Workload, plan: Plan) -> bool:
     return (plan.zero == 3 or ours) and plan.shard_ranks > 1
 
 
-def _sharded(
-    workload: Workload, plan: Plan, parameters: Parameters, root: int, tape: Tape
-) -> tuple[list[Node], list[Node], list[Node]]:
+def _sharded(workload: Workload, plan: Plan, piece: Piece, root: int) -> Piece:
     """A piece's weights are gathered before each pass, and its gradients scattered after the backward one.
 
     root: of the dense parameters, those that our trainer gathers once for both passes, as ZeRO-2 does with all.
     """
-    before, between, after = list[Node](), list[Node](), list[Node]()
     if not sharded_passes(workload, plan):
-        return before, between, after
+        return piece
+    parameters, ours = piece.parameters, workload.trainer == "moestro"
+    before, between, after = list[Node](), list[Node](), list[Node]()
     reduced = 4 if plan.gradient_dtype == "fp32" else 2
     groups: tuple[tuple[str, Dimension, int, int, int, int], ...] = (
         ("weights", "dp", parameters.dense, root, plan.shard_ranks, plan.dp * plan.cp),
@@ -298,8 +318,8 @@ def _sharded(
         if not numbers:
             continue
         early, late, dtype = plan.overlap_parameters, plan.overlap_gradients, plan.gradient_dtype
-        wide = "fp32" if weight_bytes(workload) == 4 else tape.activation_dtype
-        again = 0 if tape.ours and plan.zero == 2 else numbers - (rooted if tape.ours else 0)
+        wide = "fp32" if weight_bytes(workload) == 4 else activation_dtype(workload)
+        again = 0 if ours and plan.zero == 2 else numbers - (rooted if ours else 0)
         for nodes, gathered in ((before, numbers), (between, again)):
             size = float(gathered * weight_bytes(workload))
             if size and ranks > 1:
@@ -309,10 +329,11 @@ def _sharded(
         size, name = float(numbers * reduced), f"gradients of {name}"
         if ranks > 1:
             after.append(Collective("reduce_scatter", "sharding", name, dimension, ranks, size, dtype, overlap=late))
-        if tape.ours and replicas > ranks:
+        if ours and replicas > ranks:
             among, size = replicas // ranks, size / ranks
             after.append(Collective("all_reduce", "sharding", name, dimension, among, size, dtype, overlap=late))
-    return before, between, after
+    forward, backward = (*before, *piece.forward), (*between, *piece.backward, *after)
+    return replace(piece, forward=forward, backward=backward, base=piece)
 
 
 def _parameters(runs: tuple[Run, ...]) -> Parameters:

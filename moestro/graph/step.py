@@ -51,13 +51,21 @@ def _groups(workload: Workload, plan: Plan, parameters: Parameters) -> list[_Gro
     data = plan.dp * plan.cp
     experts = _Group("expert gradients", "edp", expert, plan.expert_data_ranks, expert_shards(workload, plan))
     if workload.trainer == "megatron" or plan.tp == 1 or plan.zero >= 2:
-        return [_Group("gradients", "dp", dense, data, plan.shard_ranks), experts]
+        groups = [_Group("gradients", "dp", dense, data, plan.shard_ranks), experts]
+        return groups if workload.trainer == "megatron" or plan.zero != 1 else [_even(group) for group in groups]
     all_ranks = data * plan.tp  # of a stage, which hold the same of what tensor parallelism does not cut
-    return [
+    groups = [
         _Group("gradients", "dp", dense - whole, data, plan.shard_ranks),
         _Group("gradients of whole weights", "world", whole, all_ranks, all_ranks if plan.zero else 1),
         experts,
     ]
+    return [_even(group) for group in groups] if plan.zero == 1 else groups
+
+
+def _even(group: _Group) -> _Group:
+    """Padded as our trainer's slices of 16-byte units are."""
+    unit = 4 * group.split
+    return group._replace(numbers=float(-(-group.numbers // unit) * unit))
 
 
 def _shared(workload: Workload, plan: Plan, parameters: Parameters, ends: bool) -> list[Node]:

@@ -25,6 +25,12 @@ def activation_bytes(workload: Workload) -> int:
     return ACTIVATION_BYTES.get(workload.precision, 2)
 
 
+def activation_dtype(workload: Workload) -> str:
+    if activation_bytes(workload) == 4:
+        return "fp32"
+    return "fp16" if workload.precision == "fp16" else "bf16"
+
+
 def stream_bytes(workload: Workload) -> int:
     """What goes from stage to stage of a token: the hidden state, and a router's state where layers pass one on."""
     model = workload.model
@@ -70,10 +76,9 @@ class Tape:
     activation_dtype: str = field(init=False)
 
     def __post_init__(self) -> None:
-        precision = self.workload.precision
         self.width = activation_bytes(self.workload)
         self.ours = self.workload.trainer == "moestro"
-        self.activation_dtype = "fp32" if self.width == 4 else "fp16" if precision == "fp16" else "bf16"
+        self.activation_dtype = activation_dtype(self.workload)
 
     def save(self, elements: float, width: int | None = None, cheap: bool = False) -> None:
         size = elements * (self.width if width is None else width)
@@ -142,6 +147,10 @@ class Tape:
             self.weight.append(self._product("gemm", part, f"{name} wgrad", (batch, k, n, m), dtype))
         else:
             self._adapter("gemm", part, name, m, n, k, batch)
+
+    def weight_only(self, part: str, name: str, m: int, n: int, k: int) -> None:
+        """A product [m, k] · [k, n] that only gradients of weights need."""
+        self.weight.append(self._product("gemm", part, name, (1, m, n, k), self.activation_dtype))
 
     def grouped(self, part: str, name: str, groups: int, rows: int, n: int, k: int) -> None:
         """The experts' products: `rows` rows in all, those of each of `groups` experts by its own weight [k, n]."""

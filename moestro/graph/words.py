@@ -107,6 +107,7 @@ class Piece:
     kept: float = 0.0  # of saved, where it is recomputed
     transient: float = 0.0  # further bytes at its worst moment: chunks of experts that are computed again
     parameters: Parameters = Parameters()
+    base: "Piece | None" = None  # the same with its weights whole; nodes of part "sharding" are what it does without
 
 
 class Run(NamedTuple):

@@ -200,6 +200,19 @@ class Wan(Section):
     latency_ms: Figure = UNKNOWN
 
 
+class Optical(Section):
+    """Circuits that are laid anew for an exchange, between the nodes of a region (MixNet, arXiv 2501.03905).
+
+    Of a node's ports ocs_ports lead to the optical switch and eps_ports to the packet network; they are its NICs.
+    """
+
+    region_size: int = Field(ge=2)  # nodes that one optical switch joins
+    ocs_ports: int = Field(ge=1)
+    eps_ports: int = Field(ge=1)
+    port_gbit: Figure = UNKNOWN  # one direction
+    delay_ms: Figure = UNKNOWN  # for which exchanges stand still while circuits are laid
+
+
 class Cluster(Section):
     """Pools of equal nodes, in one or more regions."""
 
@@ -207,6 +220,7 @@ class Cluster(Section):
     name: str
     pools: tuple[Pool, ...]
     wan: tuple[Wan, ...] = ()
+    optical: Optical | None = None
     software: str = ""
     source: str = ""
     note: str = ""

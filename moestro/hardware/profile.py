@@ -28,6 +28,7 @@ FORMAT = 1
 #   all_reduce all_gather reduce_scatter all_to_all all_to_all_uneven broadcast send_recv ring
 #                   bytes (the definition of curves.busbw), ranks, nodes, dtype [, world, groups, algorithm, pair]
 #   host_t1 … host_t5, host_launch, host_sync              what
+#   train_step      preset, batch, what (operations | host)
 #   storage_write storage_read storage_random_read storage_scatter    bytes, block_bytes [, depth, advice]
 Value = int | float | str
 
@@ -131,6 +132,7 @@ class Machine(Section):
 class MachineProfile(Section):
     """Samples of one machine with the curves fitted to them and the constants derived from them.
 
+    at_once: of a CPU, the same operations as several processes ran them at a time; their cases hold "processes".
     constants: for example align_gemm_n_fp32, knee_gflop_fp32, bucket_bytes_8, memory_gbps, launch_us.
     """
 
@@ -141,6 +143,7 @@ class MachineProfile(Section):
     mode: Literal["quick", "full", "published"]
     machine: Machine
     samples: tuple[Sample, ...]
+    at_once: tuple[Sample, ...] = ()
     fits: tuple[FitReport, ...] = ()
     constants: dict[str, float] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what was skipped or is suspect, and why

@@ -112,7 +112,9 @@ class Plan:
 
 
 def usual_plan(world: int, quick: bool, device: torch.device) -> Plan:
-    """Every operation, from 1 KiB in steps of 4, among 2, 4, 8 ... ranks and all; quick: among all ranks only."""
+    """Every operation, from 1 KiB in steps of 4, among 2, 4, 8 ... ranks and all; quick: among all ranks only, but on
+    a CPU, where groups share cores.
+    """
     largest = 2**24 if quick else 2**26  # 16 and 64 MiB
     if device.type != "cpu":
         largest *= 16
@@ -120,7 +122,7 @@ def usual_plan(world: int, quick: bool, device: torch.device) -> Plan:
     return Plan(
         ops=OPS,
         sizes_bytes=tuple(4**i for i in range(5, 16) if 4**i <= largest),
-        group_sizes=(world,) if quick else (*powers, world),
+        group_sizes=(world,) if quick and device.type != "cpu" else (*powers, world),
         repeats=10 if quick else 20,
         pair_bytes=largest // 4,
     )

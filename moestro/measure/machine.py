@@ -34,6 +34,7 @@ from moestro.measure.memory import memory_cases
 from moestro.measure.sections import COMPUTE, SECTIONS, SKIPPED, check_skipped
 from moestro.measure.storage import measure_storage
 from moestro.measure.timing import Case, measure_cases
+from moestro.measure.together import measure_steps, measure_together, processes_at_once
 
 Progress = Callable[[str, int, int, str], None]  # section, cases done, of how many, the one at hand
 
@@ -43,6 +44,7 @@ _SHARES = {"compute": 21.0, "host": 3.0, "storage": 5.0, "collectives": 17.0}
 # Of its own time: what must be left, or a section is not started; and what it takes at most of what others leave.
 LEAST, MOST = 0.3, 1.5
 LEAVE = 0.8  # of its share that storage plans with, as a pass that has begun is finished
+TOGETHER = 0.2  # of the whole time, that operations in several processes at once take on top, on a CPU
 HANGS_S = 60.0  # beyond its time, after which the command that measures collectives is taken to hang
 CALL_S, ENOUGH_S = 2.5e-3, 0.5  # of timing one compute case, at least and at most
 
@@ -61,6 +63,7 @@ _SPEED_VARIABLES = (
 @dataclass
 class _Findings:
     samples: list[Sample] = field(default_factory=list)
+    at_once: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -75,6 +78,7 @@ class _Plan:
     skip: Collection[str]
     progress: Progress
     deadline: float  # of time.perf_counter()
+    together: bool  # whether operations are also measured in several processes at once
 
     def left_s(self) -> float:
         return self.deadline - time.perf_counter()
@@ -95,7 +99,9 @@ def measure_machine(
 
     Args:
         quick: within QUICK_S, else within FULL_S, of `started`.
-        ranks: of the collectives; None: one for each accelerator, or up to the cores of a CPU.
+        ranks: of the collectives; None: one for each accelerator, or up to the cores of a CPU. On a CPU operations and
+            a training step are then also measured in several processes at once, which takes TOGETHER of the time more;
+            with None, not if quick.
         folder: where storage is measured; nothing is left there.
         started: time.perf_counter() from which the time counts; None: now.
 
@@ -111,11 +117,14 @@ def measure_machine(
     found.notes += _doubts(machine)
     if skip:
         found.notes.append(f"{SKIPPED}: {', '.join(section for section in SECTIONS if section in skip)}")
+    together = where.type == "cpu" and (ranks is not None or not quick)
     ranks = ranks or default_ranks(machine, quick)
     if where.type == "cpu" and machine.cores and ranks > machine.cores:
         found.notes.append(f"collectives: {ranks} ranks share {machine.cores} cores; the scheduler is in their times")
     limit_s = QUICK_S if quick else FULL_S
-    plan = _Plan(where, quick, ranks, folder, skip, progress, (begin if started is None else started) + limit_s)
+    plan = _Plan(
+        where, quick, ranks, folder, skip, progress, (begin if started is None else started) + limit_s, together
+    )
     _run_sections(plan, found)
     if not found.samples:
         raise MoestroError(f"nothing could be measured: {'; '.join(found.notes) or 'every section failed'}")
@@ -126,6 +135,7 @@ def measure_machine(
         mode="quick" if quick else "full",
         machine=machine,
         samples=tuple(found.samples),
+        at_once=tuple(found.at_once),
         notes=tuple(found.notes),
     )
 
@@ -202,6 +212,8 @@ def _collectives(plan: _Plan, share_s: float, found: _Findings) -> None:
         pair_bytes=0 if "pairs" in plan.skip else usual.pair_bytes,
     )
     if plan.device.type == "cpu" or plan.ranks == 1:
+        if plan.together and "collectives" not in plan.skip:  # in time of its own
+            _together(plan, TOGETHER * (QUICK_S if plan.quick else FULL_S), found)
         result = collective_profile(plan.ranks, plan.quick, plan=wanted, limit_s=share_s)
         found.samples += result.samples
         notes = [str(note) for note in (*result.findings, *result.notes)]
@@ -210,6 +222,26 @@ def _collectives(plan: _Plan, share_s: float, found: _Findings) -> None:
         found.samples += samples
     found.notes += [f"collectives: {note}" for note in notes]
     plan.progress("collectives", 1, 1, "")
+
+
+def _together(plan: _Plan, limit_s: float, found: _Findings) -> None:
+    """Operations while several processes work at once, which is what the ranks of one CPU do."""
+    cores = usable_cores()
+    numbers = processes_at_once(plan.ranks, cores)
+    for processes in numbers:
+        plan.progress("collectives", 0, 1, f"operations of {processes} processes at once")
+        try:
+            found.at_once += measure_together(processes, cores, limit_s / len(numbers))
+        except RuntimeError as error:
+            found.notes.append(f"operations of {processes} processes at once: {_first_line(error)}")
+    for processes in (1, *numbers):
+        plan.progress(
+            "collectives", 0, 1, f"a training step on {processes} {'processes' if processes > 1 else 'process'}"
+        )
+        try:
+            found.at_once += measure_steps(processes)
+        except (MoestroError, RuntimeError) as error:
+            found.notes.append(f"a training step on {processes} processes: {_first_line(error)}")
 
 
 def collectives_of_devices(

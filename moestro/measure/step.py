@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -44,17 +45,18 @@ BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
 
 
 class BuiltStep:
-    """A step that can be run again and again with the same outcome."""
+    """A step that can be run again and again with the same outcome. Of several ranks each builds its own."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Raises MoestroError: it needs several ranks, or more memory than there is."""
+        """Raises MoestroError: it needs another number of ranks than there are, or more memory."""
         if this_rank().world_size > 1:
             raise MoestroError(
                 "a step is measured in one process, but torchrun or SLURM started several; run `moestro measure step` "
                 "by itself"
             )
         config = config.model_copy(update={"model": resolved_model(config)})
-        stretch = resolve_stretches(config, 1)[0]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        stretch = resolve_stretches(config, ranks)[0]
         self.config, self.device = stretch.config, device
         self.counts = count(config.model, stretch.config.data.seq_len)
         _check_memory(self.counts.total_params, device)

@@ -14,11 +14,11 @@ from moestro.graph.words import Collective, Kernel, Node, Piece, Run, StepGraph
 from moestro.predict.constants import Constants
 from moestro.predict.curves import DeviceCurves
 from moestro.predict.kernels import KernelPricer, kernel_pricer
-from moestro.predict.network import NetworkPricer
+from moestro.predict.network import EVEN, TOLD, Around, NetworkPricer
 
 KERNEL_CLASSES = ("gemm", "gemm_low", "grouped", "grouped_low", "attention", "memory", "optimizer")
 MOST_STAGES = 4096  # kept by a pricer
-GUESSED = ("other device", "catalog")  # bases of collectives
+REACHED = ("experts", "dispatch")  # parts that come after the dispatch, so that no circuits are laid behind them
 LOW = ("fp8", "mxfp8", "fp8_block", "nvfp4", "fp4", "int8")
 
 
@@ -26,7 +26,8 @@ LOW = ("fp8", "mxfp8", "fp8_block", "nvfp4", "fp4", "int8")
 class Cost:
     """Seconds by class of kernel; seconds of collectives, (dimension, between nodes, may hide) -> seconds; counts.
 
-    flops: by dtype. guessed: (basis, dimension) of collectives whose time rests on no measurement of this device.
+    flops: by dtype. guessed: (basis, dimension) of collectives whose time rests on no measurement of this device; what
+    the bases are, network.TOLD says.
     """
 
     kernels: dict[str, float] = field(default_factory=dict)
@@ -77,11 +78,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class StageCost:
+    """latency_s, line_s: of the way to the next stage where that lies in another region; line_s occupies the line."""
+
     rank: int
     forward: Cost
     backward: Cost  # recomputation included
     weight: Cost
     send_s: float
+    latency_s: float = 0.0
+    line_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,19 +126,31 @@ class Pricer:
     def piece(self, piece: Piece) -> tuple[Cost, Cost, Cost, Cost]:
         """Forward, what recomputation adds, backward, weight."""
         found = self._pieces.get(piece)
+        if found is None and piece.base is not None:
+            forward, again, backward, weight = self.piece(piece.base)
+            found = self._and_shards(forward, piece.forward), again, self._and_shards(backward, piece.backward), weight
+            self._pieces[piece] = found
         if found is None:
             parts = (piece.forward, piece.recompute, piece.backward, piece.weight)
             forward, again, backward, weight = (self.nodes(nodes) for nodes in parts)
             found = self._pieces[piece] = forward, again, backward, weight
         return found
 
+    def _and_shards(self, whole: Cost, nodes: Iterable[Node]) -> Cost:
+        cost = self.nodes(node for node in nodes if node.part == "sharding")
+        cost.add(whole, 1)
+        return cost
+
     def nodes(self, nodes: Iterable[Node]) -> Cost:
         return _cost(nodes, self.kernels, self.network)
 
 
-def pricer_of(curves: DeviceCurves, routing: RoutingConfig, plan: Plan, node_size: int) -> Pricer:
+def pricer_of(
+    curves: DeviceCurves, routing: RoutingConfig, plan: Plan, node_size: int, around: Around = EVEN
+) -> Pricer:  # fmt: skip
     """One for all plans that differ in nothing that a price depends on."""
-    return _pricer(curves, routing, node_size, plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.etp)
+    distinct = plan.dispatch == "deduplicated"
+    return _pricer(curves, routing, node_size, around, distinct, plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.etp)
 
 
 @lru_cache(maxsize=256)
@@ -141,6 +158,8 @@ def _pricer(
     curves: DeviceCurves,
     routing: RoutingConfig,
     node_size: int,
+    around: Around,
+    distinct: bool,
     pp: int,
     dp: int,
     cp: int,
@@ -149,7 +168,8 @@ def _pricer(
     etp: int,
 ) -> Pricer:
     plan = Plan(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
-    return Pricer(kernel_pricer(curves, routing, ep), NetworkPricer(curves.network, plan, node_size))
+    network = NetworkPricer(curves.network, plan, node_size, routing, around, distinct)
+    return Pricer(kernel_pricer(curves, routing, ep), network)
 
 
 def price(graph: StepGraph, pricer: Pricer) -> StepCost:
@@ -168,7 +188,7 @@ def price(graph: StepGraph, pricer: Pricer) -> StepCost:
 
 
 def _cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer) -> Cost:
-    cost = Cost()
+    cost, collectives = Cost(), list[Collective]()
     for node in nodes:
         if isinstance(node, Kernel):
             seconds = kernels.seconds(node) * node.times
@@ -178,16 +198,19 @@ def _cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer) 
             cost.launches += node.launches * node.times
             cost.flops[node.dtype] = cost.flops.get(node.dtype, 0.0) + node.flops * node.times
         else:
-            _collective(cost, node, network)
+            collectives.append(node)
+    window_s = sum(seconds for part, seconds in cost.parts.items() if part not in REACHED)
+    for node in collectives:
+        _collective(cost, node, network, window_s)
     return cost
 
 
-def _collective(cost: Cost, node: Collective, network: NetworkPricer) -> None:
-    sent = network.of(node)
+def _collective(cost: Cost, node: Collective, network: NetworkPricer, window_s: float) -> None:
+    sent = network.of(node, window_s)
     key = (node.dimension, sent.between, node.overlap)
     cost.collectives[key] = cost.collectives.get(key, 0.0) + sent.seconds * node.times
     cost.num_collectives += node.times
-    if node.ranks > 1 and sent.basis in GUESSED:
+    if node.ranks > 1 and sent.basis in TOLD:
         cost.guessed.add((sent.basis, node.dimension))
 
 

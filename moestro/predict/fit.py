@@ -1,8 +1,8 @@
 """Fits the constants of training steps to measured runs."""
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -20,8 +20,8 @@ SPREAD = {
 }  # fmt: skip
 ERROR = 0.08  # of a run, by which the two are weighed against each other
 START = {
-    "eager": Constants(memory=1.6, attention=1.3, launch_s=80e-6, collective_host_s=200e-6),
-    "fused": Constants(launch_s=15e-6, collective_host_s=60e-6),
+    "eager": Constants(memory=1.6, attention=1.3, launch_s=80e-6, collective_host_s=30e-6),
+    "fused": Constants(launch_s=15e-6, collective_host_s=30e-6),
 }
 TRIED_LAUNCHES = (0.3, 1.0, 3.0)  # times the start: where the host decides is found from several sides
 
@@ -34,12 +34,13 @@ def source_of(run: PublicRun) -> str:
     return found[1] if found else run.source[:40]
 
 
-def fit_calibration(priced: Sequence[Priced]) -> Calibration:
-    """Constants of each software generation over all devices, then of each device near them."""
-    general = {name: _general(name, [x for x in priced if generation(x[0].workload) == name]) for name in GENERATIONS}
+def fit_calibration(priced: Sequence[Priced], names: Collection[str] = GENERATIONS) -> Calibration:
+    """Constants of each software generation (`names`) over all devices, then of each device near them."""
+    general = {name: _general(name, [x for x in priced if generation(x[0].workload) == name]) for name in names}
     groups: dict[tuple[str, str], list[Priced]] = defaultdict(list)
     for run, cost in priced:
-        groups[run.device, generation(run.workload)].append((run, cost))
+        if generation(run.workload) in names:
+            groups[run.device, generation(run.workload)].append((run, cost))
     devices: dict[str, dict[str, Constants]] = defaultdict(dict)
     for (device, name), members in groups.items():
         devices[device][name] = _fit(members, general[name], SPREAD, (1.0,))
@@ -56,7 +57,7 @@ def _general(name: str, priced: Sequence[Priced]) -> Constants:
 def _fit(
     priced: Sequence[Priced], near: Constants, spread: Mapping[str, float], launches: Sequence[float]
 ) -> Constants:
-    """Least squares on log time, each model of a source weighing by the root of its runs, drawn to `near`."""
+    """Least squares on log time, each shape of a source weighing by the root of its runs, drawn to `near`."""
     if not priced:
         return near
     from scipy.optimize import least_squares
@@ -64,10 +65,8 @@ def _fit(
     names = list(spread)
     rows = table([cost for _, cost in priced], [run.plan for run, _ in priced])
     measured = np.log([run.measured for run, _ in priced])
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for run, _ in priced:
-        counts[source_of(run), run.model] += 1
-    weight = np.array([counts[source_of(run), run.model] ** -0.25 for run, _ in priced]) / ERROR
+    counts = Counter(_shape(run) for run, _ in priced)
+    weight = np.array([counts[_shape(run)] ** -0.25 for run, _ in priced]) / ERROR
     center = np.log([getattr(near, name) for name in names])
     scale = np.array([spread[name] for name in names])
 
@@ -88,6 +87,11 @@ def _fit(
     return constants(best)
 
 
+def _shape(run: PublicRun) -> tuple[str, int, int]:
+    """Runs of one source and shape tell much the same; one name may stand for many shapes."""
+    return source_of(run), run.workload.model.num_layers, run.workload.model.hidden_size
+
+
 def _soft(x: Floats) -> Floats:
     """Large errors count by their root: a few odd rows must not bend the rest."""
     return np.sqrt(2 * (np.sqrt(1 + x**2) - 1))
@@ -103,7 +107,8 @@ def left_out(
     found = []
     for source, members in sources.items():
         progress(source)
-        calibration = fit_calibration([x for x in priced if source_of(x[0]) != source])
+        names = {generation(run.workload) for run, _ in members}
+        calibration = fit_calibration([x for x in priced if source_of(x[0]) != source], names)
         found += predicted(members, calibration)
     return found
 

@@ -8,6 +8,7 @@ from moestro.errors import MoestroError
 from moestro.graph.words import Kernel
 from moestro.hardware.curves.experts import DEFAULT_SKEW
 from moestro.predict.curves import DeviceCurves
+from moestro.predict.traffic import hot_rank
 
 # Without samples of memory: what large fused passes reach of the nominal bandwidth, and what a small kernel costs.
 MEMORY_SHARE = 0.80
@@ -78,6 +79,8 @@ class KernelPricer:
     def _skew(self) -> float:
         """How much longer the busiest rank's experts take than the mean's."""
         routing = self.routing
+        if routing.loads:
+            return hot_rank(routing, len(routing.loads[0]), 1, self.ep)
         if routing.kind == "measured" and routing.max_over_mean:
             return routing.max_over_mean
         if routing.kind == "power_law":

@@ -19,12 +19,13 @@ _KERNELS = slice(0, len(KERNEL_CLASSES))
 
 @dataclass(frozen=True)
 class Table:
-    """Passes of all stages of all steps, a row each (COLUMNS); what ranks do once a step; and the plans' numbers.
+    """Passes of all stages of all steps (COLUMNS), equal ones once; what ranks do once a step; and the plans' numbers.
 
     Ranks are numbered through all steps, those of one step next to each other.
     """
 
-    passes: Floats  # [passes, columns]
+    distinct: Floats  # [distinct passes, columns]
+    row: Whole  # among them, of each pass
     kind: Whole  # 0 forward, 1 backward, 2 weight
     rank: Whole  # of the pass
     once: Floats  # [ranks, 3, columns]: gather, reduction, update
@@ -33,9 +34,7 @@ class Table:
     micro_batches: Floats
     vpp: Floats
     send: Floats  # seconds from rank to rank, once through the pipeline
-    fill: Floats  # 1 where weight gradients fill the bubble
-    halves: Floats  # what is left of the bubble's length under schedules from both ends; else 1
-    whole: Floats  # 1 where all micro-batches pass forward first
+    schedules: tuple[str, ...]
 
 
 def table(costs: Sequence[StepCost], plans: Sequence[Plan]) -> Table:
@@ -51,35 +50,42 @@ def table(costs: Sequence[StepCost], plans: Sequence[Plan]) -> Table:
         once += [[_row(part) for part in of_rank] for of_rank in cost.once]
         step += [number] * plan.pp
         ranks += plan.pp
-    schedules = [plan.schedule if plan.pp > 1 else "1f1b" for plan in plans]
+    distinct, row = np.unique(np.array(passes), axis=0, return_inverse=True)
     return Table(
-        np.array(passes), np.array(kind), np.array(rank), np.array(once), np.array(first), np.array(step),
+        distinct, row.reshape(-1), np.array(kind), np.array(rank), np.array(once), np.array(first), np.array(step),
         np.array([cost.micro_batches for cost in costs], dtype=np.float64),
         np.array([plan.vpp if plan.pp > 1 else 1 for plan in plans], dtype=np.float64),
         np.array([sum(s.send_s for s in cost.stages[: plan.pp - 1]) for cost, plan in zip(costs, plans, strict=True)]),
-        np.array([float(name == "zero_bubble") for name in schedules]),
-        np.array([HALVED.get(name, 1.0) for name in schedules]),
-        np.array([float(name == "gpipe") for name in schedules]),
+        tuple(plan.schedule if plan.pp > 1 else "1f1b" for plan in plans),
     )  # fmt: skip
 
 
 def many_step_times(of: Table, constants: Constants) -> Floats:
     """Seconds of each step; equal to `step_time(...).total`."""
-    compute, seconds = _seconds(of.passes, constants)
+    compute, seconds = (values[of.row] for values in _seconds(of.distinct, constants))
     per_rank = _by_rank(of, seconds)
     slowest = _slowest(per_rank, of)
     weight = _by_rank(of, seconds * (of.kind == 2))
     busy = per_rank[slowest]
     others = np.add.reduceat(per_rank, of.first_rank) - busy
     fill = np.add.reduceat(weight, of.first_rank) - weight[slowest]
-    wait = np.where(of.whole > 0, others, others / of.vpp)
-    wait = np.where(of.fill > 0, np.maximum(0.0, wait - 2 * fill / of.vpp), wait * of.halves)
-    bubble = wait + 2 * of.send * constants.between
+    bubble = bubbles(of.schedules, of.vpp, others, fill, of.send * constants.between)
     behind_reduce = _by_rank(of, compute * (of.kind > 0))[slowest]
     behind_gather = _by_rank(of, compute * (of.kind == 0))[slowest]
     gather, reduce, update = (of.once[slowest, i] for i in range(3))
     exposed = _exposed(reduce, behind_reduce, constants) + _exposed(gather, behind_gather, constants)
     return of.micro_batches * busy + bubble + exposed + _seconds(update, constants)[1] + constants.step_s
+
+
+def bubbles(schedules: Sequence[str], vpp: Floats, others: Floats, fill: Floats, send: Floats) -> Floats:
+    """step.bubble_s of many pipelines. others: passes of all ranks but the slowest, fill: their gradients of weights,
+    send: from rank to rank, once through the pipeline; seconds."""
+    first = np.array([name == "gpipe" for name in schedules])  # all micro-batches pass forward first
+    filled = np.array([name == "zero_bubble" for name in schedules])
+    halved = np.array([HALVED.get(name, 1.0) for name in schedules])
+    wait = np.where(first, others, others / vpp)
+    wait = np.where(filled, np.maximum(0.0, wait - 2 * fill / vpp), wait * halved)
+    return np.asarray(wait + 2 * send, dtype=np.float64)
 
 
 def _by_rank(of: Table, values: Floats) -> Floats:

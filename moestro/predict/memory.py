@@ -16,8 +16,8 @@ from moestro.graph.words import Parameters, Run, Stage, StepGraph
 from moestro.hardware.devices import Device
 from moestro.hardware.fits import usable_bytes
 from moestro.predict.constants import generation
-from moestro.predict.orders import stage_ranks
-from moestro.predict.schedule import PipelineResult, simulate_pipeline
+from moestro.predict.orders import Order, pipeline_orders
+from moestro.predict.schedule import PipelineResult
 from moestro.predict.words import MemoryBreakdown
 
 GIB = 2.0**30
@@ -74,7 +74,7 @@ def memory_of(
 ) -> tuple[MemoryBreakdown, tuple[float, ...]]:
     """The breakdown of the fullest pipeline rank, and all bytes of each. device None: a GPU."""
     held = _ranks(graph, workload, plan)
-    outside = _outside(plan, workload, device)
+    outside = outside_bytes(plan, workload, device)
     totals = tuple(rank.allocated + _fragmentation(rank) + sum(outside) for rank in held)
     full = held[max(range(plan.pp), key=totals.__getitem__)]
     breakdown = MemoryBreakdown(
@@ -135,22 +135,27 @@ def memory_timeline(
     return tuple(lines)
 
 
-@lru_cache(maxsize=4096)
 def in_flight(schedule: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """How many micro-batches each rank holds of each of its stages when it holds most: (stage, how many).
+    """How many micro-batches each rank holds of each of its stages, (stage, how many), when it holds most passes."""
+    of_ranks = most_held(schedule, pp, vpp, micro_batches)
+    return tuple(max(moments, key=lambda counts: sum(count for _, count in counts)) for moments in of_ranks)
 
-    1F1B: pp - rank. Interleaved, from the counts of TeleChat3's planner (2512.24157): every chunk pp, the first
-    pp - 2 rank - 1 more, the last as many fewer where that is negative. Other schedules are simulated, with passes of
-    equal length.
+
+@lru_cache(maxsize=4096)
+def most_held(
+    schedule: str, pp: int, vpp: int, micro_batches: int
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:  # fmt: skip
+    """Of each rank, the moments at which it holds most: micro-batches of its stages, (stage, how many).
+
+    A moment is left out where another has as many of every stage; with unequal stages it depends on their sizes which
+    of the others is the worst. All follow from the order of the rank's passes, however long they take.
     """
-    m = micro_batches
-    if schedule == "gpipe":
-        return tuple(((rank, m),) for rank in range(pp))
     if schedule == "1f1b":
-        return tuple(((rank, min(m, pp - rank)),) for rank in range(pp))
-    if schedule == "interleaved":
-        return tuple(tuple(_chunks(rank, pp, vpp, m)) for rank in range(pp))
-    return _simulated(schedule, pp, vpp, m)
+        return tuple((((rank, min(micro_batches, pp - rank)),),) for rank in range(pp))
+    if schedule == "interleaved" and micro_batches % pp:  # no order that we know: the next smaller number has one
+        micro_batches = max(pp, micro_batches - micro_batches % pp)
+    m = _enough(schedule, micro_batches, pp, vpp)
+    return tuple(_moments(order) for order in pipeline_orders(schedule, pp, vpp, m))
 
 
 def published_bytes(memory: MemoryBreakdown, metric: str) -> float:
@@ -187,26 +192,30 @@ def routing_margin(workload: Workload, plan: Plan, max_over_mean: float | None =
 
 
 def _ranks(graph: StepGraph, workload: Workload, plan: Plan) -> list[_Held]:
-    """Of every pipeline rank."""
+    """Of every pipeline rank, at its worst moment."""
     seen: dict[tuple[tuple[Run, ...], bool], _Held] = {}
+
+    def held(number: int) -> _Held:
+        stage = graph.stages[number % len(graph.stages)]
+        key = stage.pieces, stage is graph.stages[-1]
+        if key not in seen:
+            seen[key] = _stage(workload, plan, stage, len(graph.stages))
+        return seen[key]
+
     found = []
-    for counts in _counts(graph, plan):
-        stages = []
-        for number, count in counts:
-            stage = graph.stages[number % len(graph.stages)]
-            key = stage.pieces, stage is graph.stages[-1]
-            if key not in seen:
-                seen[key] = _stage(workload, plan, stage, len(graph.stages))
-            stages.append((seen[key], count))
-        found.append(_together(stages, plan))
+    for moments in _moments_of(graph, plan):
+        stages = [[(held(number), count) for number, count in counts] for counts in moments]
+        found.append(_together(max(stages, key=lambda some: sum(n * one.activations for one, n in some)), plan))
     return found
 
 
-def _counts(graph: StepGraph, plan: Plan) -> Sequence[tuple[tuple[int, int], ...]]:
-    """Of each pipeline rank: (stage, micro-batches that it holds of it)."""
+def _moments_of(graph: StepGraph, plan: Plan) -> Sequence[tuple[tuple[tuple[int, int], ...], ...]]:
+    """Of each pipeline rank, as most_held."""
     if plan.pp == 1:
-        return [tuple((stage.index, 1) for stage in graph.stages)]
-    return in_flight(plan.schedule, plan.pp, plan.vpp, graph.micro_batches)
+        return [(tuple((stage.index, 1) for stage in graph.stages),)]
+    if plan.in_flight is not None:
+        return [(((rank, min(graph.micro_batches, held)),),) for rank, held in enumerate(plan.in_flight)]
+    return most_held(plan.schedule, plan.pp, plan.vpp, graph.micro_batches)
 
 
 def _together(stages: list[tuple[_Held, int]], plan: Plan) -> _Held:
@@ -224,7 +233,13 @@ def _together(stages: list[tuple[_Held, int]], plan: Plan) -> _Held:
 
 
 def _stage(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> _Held:
-    """Of one stage with one micro-batch.
+    """Of one stage with one micro-batch."""
+    kept, passing = kept_bytes(workload, plan, stage.parameters), passing_bytes(workload, plan, stage, num_stages)
+    return _Held(*kept, *passing)
+
+
+def kept_bytes(workload: Workload, plan: Plan, numbers: Parameters) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of parameters.
 
     With weights split (ZeRO-3) the fp32 shard is the weight. In a pipeline they are gathered once a step, not for every
     micro-batch, and gradients are summed whole.
@@ -233,7 +248,6 @@ def _stage(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> _He
     reduced = 4 if plan.gradient_dtype == "fp32" else 2
     weights = gradients = optimizer = 0.0
     whole = plan.zero == 3 and plan.pp > 1 and plan.shard_ranks > 1
-    numbers = stage.parameters
     trained = numbers.trained / numbers.total if numbers.total else 0.0
     states = _state_bytes(workload.optimizer, numbers)
     groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, plan.expert_data_ranks, states[1]))
@@ -249,8 +263,12 @@ def _stage(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> _He
         gradients += held * trained * reduced / (split if plan.zero >= 2 else 1)
         if plan.offload != "optimizer":
             optimizer += held * trained * (state + _master_bytes(workload, plan)) / split
-    activations, transient = _saved(workload, plan, stage, num_stages), _transient(workload, plan, stage, num_stages)
-    return _Held(weights, gradients, optimizer, activations, transient)
+    return weights, gradients, optimizer
+
+
+def passing_bytes(workload: Workload, plan: Plan, stage: Stage, num_stages: int) -> tuple[float, float]:
+    """Activations that a micro-batch leaves behind, and what comes and goes in a pass."""
+    return _saved(workload, plan, stage, num_stages), _transient(workload, plan, stage, num_stages)
 
 
 def _master_bytes(workload: Workload, plan: Plan) -> int:
@@ -320,7 +338,7 @@ def _fragmentation(held: _Held) -> float:
     return still * held.fixed + passing * held.activations + brief * held.transient
 
 
-def _outside(plan: Plan, workload: Workload, device: Device | None) -> tuple[float, float]:
+def outside_bytes(plan: Plan, workload: Workload, device: Device | None) -> tuple[float, float]:
     """Framework and communicators."""
     kind = "gpu" if device is None else device.kind
     framework = FRAMEWORK_BYTES.get(kind, OTHER_FRAMEWORK_BYTES)
@@ -332,34 +350,29 @@ def _outside(plan: Plan, workload: Workload, device: Device | None) -> tuple[flo
     return framework, COMMUNICATOR_BYTES * sum(ranks > 1 for ranks in groups)
 
 
-def _chunks(rank: int, pp: int, vpp: int, m: int) -> list[tuple[int, int]]:
-    more = pp - 2 * rank - 1
-    if m == pp:  # all forward passes come first
-        return [(chunk * pp + rank, m) for chunk in range(vpp)]
-    counts = [pp] * vpp
-    counts[0] += max(0, more)
-    counts[-1] += min(0, more)
-    return [(chunk * pp + rank, min(m, count)) for chunk, count in enumerate(counts)]
+def _enough(schedule: str, micro_batches: int, pp: int, vpp: int) -> int:
+    """As many as show the peak; more add steady time only. GPipe holds them all."""
+    if schedule in ("gpipe", "interleaved"):
+        return micro_batches if schedule == "gpipe" else min(micro_batches, 4 * pp)
+    m = min(micro_batches, max(4 * pp * vpp, 2 * pp))
+    return m + (micro_batches - m) % 2
 
 
-def _simulated(schedule: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    m = min(micro_batches, max(4 * pp * vpp, 2 * pp))  # more micro-batches add steady time only
-    m += (micro_batches - m) % 2
-    ones = [1.0] * (pp * vpp)
-    result = simulate_pipeline(schedule, pp, vpp, m, ones, ones, ones)
-    found = []
-    ranks = stage_ranks(schedule, pp, vpp)
-    for rank in range(pp):
-        own = sorted(
-            ((e.start_s, 1, e.work) if e.work.kind == "F" else (e.end_s, 0, e.work))
-            for e in result.events
-            if e.rank == rank and e.work.kind in "FW"
-        )
-        now = {stage: 0 for stage, where in enumerate(ranks) if where == rank}
-        best = dict(now)
-        for _, _, work in own:
-            now[work.stage] += 1 if work.kind == "F" else -1
-            if sum(now.values()) > sum(best.values()):
-                best = dict(now)
-        found.append(tuple(best.items()))
-    return tuple(found)
+def _moments(order: Order) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Held from the start of a forward pass to the end of the last backward pass of its micro-batch."""
+    last = "W" if any(work.kind == "W" for work in order) else "B"
+    now = dict.fromkeys(sorted({work.stage for work in order}), 0)
+    peaks: set[tuple[int, ...]] = set()
+    for work, following in zip(order, [*order[1:], None], strict=True):
+        if work.kind == "F":
+            now[work.stage] += 1
+            if following is None or following.kind != "F":
+                peaks.add(tuple(now.values()))
+        elif work.kind == last:
+            now[work.stage] -= 1
+    most = [one for one in peaks if not any(_covers(other, one) for other in peaks if other != one)]
+    return tuple(tuple(zip(now, counts, strict=True)) for counts in sorted(most))
+
+
+def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(one, other, strict=True))

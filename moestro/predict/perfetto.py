@@ -1,5 +1,6 @@
-"""Traces for chrome://tracing or ui.perfetto.dev: the passes of a step, a row for each pipeline rank; or the kernels of
-one stage, a row for the host and each stream."""
+"""Traces for chrome://tracing or ui.perfetto.dev: the passes of a step, a row for each pipeline rank; a simulated step,
+a process for each pipeline rank and a row for each stream; or the kernels of one stage, a row for the host and each
+stream."""
 
 from typing import Any
 
@@ -7,7 +8,9 @@ from moestro.config.plan import Plan
 from moestro.predict.constants import Constants
 from moestro.predict.costs import StepCost
 from moestro.predict.schedule import simulate_pipeline
+from moestro.predict.simulate import PASSES, Simulation
 from moestro.predict.timeline import COMPUTE, HOST, Timeline
+from moestro.predict.warmup import orders_of
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
@@ -23,7 +26,8 @@ def pipeline_trace(costs: StepCost, plan: Plan, constants: Constants) -> dict[st
         [stage.forward.seconds(constants) for stage in costs.stages],
         [stage.backward.seconds(constants) for stage in costs.stages],
         [stage.weight.seconds(constants) for stage in costs.stages],
-        [stage.send_s * constants.between for stage in costs.stages],
+        [stage.send_s * constants.between + stage.latency_s + stage.line_s for stage in costs.stages],
+        orders=orders_of(plan, costs.micro_batches),
     )
     events = [_row(rank, f"pipeline rank {rank}") for rank in range(plan.pp)]
     for event in result.events:
@@ -49,12 +53,28 @@ def stage_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _row(number: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
+def step_trace(found: Simulation) -> dict[str, Any]:
+    """In the Trace Event Format, times in µs."""
+    events = []
+    for rank in range(len(found.ranks)):
+        rows = {PASSES: 0, COMPUTE: 1}
+        for event in found.timeline(rank):
+            row = rows.setdefault(event.row, len(rows))
+            events.append(_event(event.name, row, event.start_s, event.end_s, {}, rank))
+        name = {"name": f"pipeline rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        events += [_row(number, name, rank) for name, number in rows.items()]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _event(name: str, row: int, start_s: float, end_s: float, arguments: dict[str, int]) -> dict[str, Any]:
+def _row(number: int, name: str, process: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}}
+
+
+def _event(
+    name: str, row: int, start_s: float, end_s: float, arguments: dict[str, int], process: int = 0
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "ph": "X", "name": name, "cat": "step", "pid": 0, "tid": row, "ts": start_s * 1e6,
+        "ph": "X", "name": name, "cat": "step", "pid": process, "tid": row, "ts": start_s * 1e6,
         "dur": (end_s - start_s) * 1e6, "args": arguments,
     }  # fmt: skip

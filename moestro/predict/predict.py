@@ -1,6 +1,5 @@
 """A prediction of one step: counted, priced, put together, with its memory, its interval and what it leaves out."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from moestro.config.plan import Plan, RoutingConfig, Workload
@@ -10,11 +9,14 @@ from moestro.graph.words import Collective, Node, StepGraph
 from moestro.hardware.fits import usable_bytes
 from moestro.predict.confidence import interval
 from moestro.predict.constants import Calibration, Constants, generation, load_calibration
-from moestro.predict.costs import Cost, StepCost, kernel_class, price, pricer_of
+from moestro.predict.costs import Cost, Pricer, StepCost, kernel_class, price, pricer_of
 from moestro.predict.memory import memory_of
+from moestro.predict.network import TOLD, around
+from moestro.predict.pools import memory_notes, pool_notes, price_parts
+from moestro.predict.processes import on_processes
 from moestro.predict.program import stage_ops
 from moestro.predict.step import step_time
-from moestro.predict.target import CALLS, CALLS_OF_GROUP, Target
+from moestro.predict.target import Target
 from moestro.predict.timeline import RankClass, Timeline, walk
 from moestro.predict.words import Interval, MemoryBreakdown, Prediction, TimeBreakdown
 
@@ -48,7 +50,13 @@ def predict_step(
         tokens_per_s_per_device=graph.tokens / time.total / devices,
         mfu=None if peak is None else graph.model_flops / (time.total * devices * peak),
         profile=target.profile,
-        notes=(*target.notes, *graph.notes, *_notes(costs, workload, target), *_fit(memory, plan, target)),
+        notes=(
+            *target.notes,
+            *graph.notes,
+            *_notes(costs, workload, target),
+            *pool_notes(costs, plan, target.parts, constants),
+            *_fit(memory, by_rank, plan, target),
+        ),
     )
 
 
@@ -62,6 +70,8 @@ def predict_traced(graph: StepGraph, target: Target, constants: Constants | None
         raise MoestroError(
             f"the program was traced for {graph.world_size} ranks, and there are {target.devices} devices"
         )
+    if target.parts:
+        raise MoestroError("a traced program is predicted on one kind of device in one place; name that device")
     plan = Plan(dp=graph.world_size)
     costs = price(graph, pricer_of(target.curves, RoutingConfig(), plan, target.place.node_size))
     if constants is None:
@@ -69,21 +79,24 @@ def predict_traced(graph: StepGraph, target: Target, constants: Constants | None
     return compose(costs, plan, target, constants)
 
 
+def target_pricer(workload: Workload, plan: Plan, target: Target) -> Pricer:
+    """Raises MoestroError for pools of unlike devices or several regions, which only price_step takes."""
+    if target.parts:
+        names = " and ".join(dict.fromkeys(part.name for part in target.parts))
+        raise MoestroError(
+            f"over {names} in several pools only a step is predicted; for this name a device, or a cluster of one kind"
+        )
+    beside = around(workload, target.fabric, target.optical)
+    return pricer_of(target.curves, workload.routing, plan, target.place.node_size, beside)
+
+
 def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
     """Seconds of every pass by the target's curves, without constants."""
-    costs = price(graph, pricer_of(target.curves, workload.routing, plan, target.place.node_size))
-    if not target.host_computes:
-        return costs
-    stages = [
-        replace(
-            cost,
-            forward=_with_groups(cost.forward, stage.forward),
-            backward=_with_groups(cost.backward, (*stage.recompute, *stage.backward)),
-            weight=_with_groups(cost.weight, stage.weight),
-        )
-        for cost, stage in zip(costs.stages, graph.stages, strict=True)
-    ]
-    return replace(costs, stages=tuple(stages))
+    if target.parts:
+        return price_parts(graph, workload, plan, target.parts, target.lines)
+    pricer = target_pricer(workload, plan, target)
+    costs = price(graph, pricer)
+    return on_processes(costs, graph, pricer) if target.host_computes else costs
 
 
 def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> Timeline:
@@ -95,7 +108,7 @@ def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Targ
     if target.host_computes:
         raise MoestroError("a CPU has no streams beside its host: take --perfetto, or the timeline of an accelerator")
     constants = target.constants_for(workload, plan.world_size)
-    pricer = pricer_of(target.curves, workload.routing, plan, target.place.node_size)
+    pricer = target_pricer(workload, plan, target)
 
     def seconds(node: Node) -> float:
         if isinstance(node, Collective):
@@ -106,12 +119,6 @@ def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Targ
     distinct = {(stage.pieces, id(graph.ranks[stage.rank].update)): stage.index for stage in graph.stages}
     lines = (walk([RankClass("", stage_ops(graph, i, seconds, constants))])[0] for i in distinct.values())
     return max(lines, key=lambda line: line.total_s)
-
-
-def _with_groups(cost: Cost, nodes: Iterable[Node]) -> Cost:
-    """On a CPU each expert is a product of its own, with the calls that go with it."""
-    groups = sum(n.dims[0] * n.times for n in nodes if not isinstance(n, Collective) and n.op == "grouped_gemm")
-    return replace(cost, launches=cost.launches + groups * CALLS_OF_GROUP / CALLS)
 
 
 def compose(costs: StepCost, plan: Plan, target: Target, constants: Constants, exact: bool = False) -> TimeBreakdown:
@@ -128,17 +135,25 @@ def compose(costs: StepCost, plan: Plan, target: Target, constants: Constants, e
 
 
 def peak_flops(workload: Workload, target: Target) -> float | None:
-    """Of one device, in the precision that MFU is told in: 8 and 4 bits count by the peak of bf16, as is usual."""
+    """Of one device, in the precision that MFU is told in: 8 and 4 bits count by the peak of bf16, as is usual. Of
+    unlike devices the mean."""
     if target.peak_flops is not None:
         return target.peak_flops
-    precision = workload.precision
-    return target.place.device.peak_flops(precision if precision in ("fp32", "tf32", "fp16") else "bf16")
+    precision = workload.precision if workload.precision in ("fp32", "tf32", "fp16") else "bf16"
+    if not target.parts:
+        return target.place.device.peak_flops(precision)
+    peaks = [(part.place.device.peak_flops(precision), part.devices) for part in target.parts]
+    known = [(peak, devices) for peak, devices in peaks if peak is not None]
+    return sum(p * n for p, n in known) / sum(n for _, n in known) if len(known) == len(peaks) else None
 
 
 def device_bytes(target: Target, ranks: int) -> float | None:
     """Memory that one rank can use. Processes of one CPU share what it has."""
     if target.memory_bytes is not None:
         return target.memory_bytes / (ranks if target.host_computes else 1)
+    if target.parts:  # of the smallest
+        sizes = [usable_bytes(part.place.device) for part in target.parts]
+        return min((size for size in sizes if size is not None), default=None)
     return usable_bytes(target.place.device)
 
 
@@ -181,8 +196,7 @@ def _notes(costs: StepCost, workload: Workload, target: Target) -> list[str]:
         if curve is not None and not curve.samples:
             notes.append(f"no products measured on {device.id} in {dtype}: {curve.basis}")
     for name, dimensions in sorted(guessed.items()):
-        source = "another device's, scaled" if name == "other device" else "the catalog's bandwidth"
-        notes.append(f"collectives of {', '.join(sorted(dimensions))} by {source}: none measured here")
+        notes.append(f"collectives of {', '.join(sorted(dimensions))} by {TOLD[name]}")
     if target.constants is None:
         notes += _calibration(workload, device.id)
     if workload.model.moe is not None and workload.routing.kind == "balanced":
@@ -199,7 +213,9 @@ def _calibration(workload: Workload, device_id: str) -> list[str]:
     return ["not calibrated on public training runs: constants are defaults"]
 
 
-def _fit(memory: MemoryBreakdown, plan: Plan, target: Target) -> list[str]:
+def _fit(memory: MemoryBreakdown, by_rank: tuple[float, ...], plan: Plan, target: Target) -> list[str]:
+    if target.parts:
+        return memory_notes(by_rank, plan, target.parts)
     there = device_bytes(target, plan.world_size)
     if there is None or memory.total <= there:
         return []

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moestro.config.counts import count
 from moestro.config.model import ModelConfig
 from moestro.config.plan import Plan, Precision, Workload, misfits
 from moestro.graph.count import count_step
@@ -20,6 +19,7 @@ from moestro.hardware.compare import native_dtypes
 from moestro.hardware.devices import Device
 from moestro.hardware.published.table import read_table
 from moestro.predict.memory import fits, memory_of
+from moestro.predict.public_flops import published_flops
 from moestro.predict.public_layouts import layout_of, sequence_length
 from moestro.predict.public_models import model_of
 from moestro.predict.public_rows import Row, Unusable, number, whole
@@ -210,7 +210,7 @@ def _step_seconds(
     devices = count if each else 1
     if quantity == "tokens_per_s":
         return workload.tokens / (value * devices)
-    flops = published_flops(workload, plan, hardware="recompute" in row.get("notes", ""), year=whole(row, "year") or 0)
+    flops = published_flops(row, workload, plan)
     assumed.append("FLOPs by our count")
     if quantity == "mfu":
         from moestro.hardware.catalog import load_device
@@ -220,17 +220,3 @@ def _step_seconds(
             raise Unusable("MFU of a peak that the catalog does not know")
         value *= peak
     return flops / (value * devices)
-
-
-def published_flops(workload: Workload, plan: Plan, hardware: bool, year: int) -> float:
-    """FLOPs of a step as publications count them: attention in full until 2024, its causal half since.
-
-    hardware: with the second forward pass of recomputation (Megatron's first tables).
-    """
-    counts = count(workload.model, workload.seq_len)
-    per_token = counts.train_flops_per_token
-    if year and year < 2025:
-        per_token += 3 * counts.attention_flops_per_token
-    if hardware and plan.recompute == "block":
-        per_token *= 4 / 3
-    return per_token * workload.tokens

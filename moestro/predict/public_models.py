@@ -9,13 +9,14 @@ from moestro.config.attention import MLAConfig
 from moestro.config.counts import count
 from moestro.config.model import ModelConfig, MTPConfig
 from moestro.config.moe import MoEConfig
-from moestro.predict.public_rows import Row, Unusable, whole
+from moestro.predict.public_rows import Row, Unusable, number, whole
 
 # Attention that a row's columns cannot say, by the published architecture. (name, query rank or None.)
 # Names are compared in small letters and digits alone: "DeepSeek-V3 (w/o MTP)" is "deepseekv3womtp".
 LATENT = (("deepseekv3", 1536), ("deepseekv2lite", None), ("deepseekv2", 1536), ("kimik2", 1536))
 DENSE_LAYERS = (("deepseekv3", 3), ("deepseekv2", 1), ("kimik2", 1))
 HEAD_DIMS = (("qwen3", 128), ("gptoss", 64), ("gemma", 256))
+WRONG_DEPTH = 0.1  # more layers than inferred, if parameters are to tell; learned positions are not taken for layers
 USUAL_VOCABULARY = 51200  # of GPT-2's tokens, filled up
 GATED_NAMES = ("llama", "qwen", "deepseek", "mixtral", "mistral", "kimi", "gptoss", "internlm", "gemma", "phi")
 
@@ -27,7 +28,26 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
     except ValidationError as error:
         raise Unusable("its shapes contradict each other") from error
     assumed += rules
+    if re.search(r"layers\S* INFERRED", row.get("notes", "")):
+        model = _as_deep_as_it_weighs(model, row, assumed)
+    if model.mtp is not None and "tpu" in row["hardware"].lower():
+        model = model.model_copy(update={"mtp": None})
+        assumed.append("no multi-token prediction, as is usual on TPUs")
     return model
+
+
+def _as_deep_as_it_weighs(model: ModelConfig, row: Row, assumed: list[str]) -> ModelConfig:
+    """The published number of parameters is surer than a depth that somebody inferred; widths stay."""
+    total_b, positions = number(row, "params_total_b"), (whole(row, "seq") or 0) * model.hidden_size
+    if total_b is None or model.moe is not None:
+        return model
+    counts = count(model, 1024)
+    missing = total_b * 1e9 - counts.total_params
+    layers = model.num_layers + round(missing * model.num_layers / counts.non_embedding_params)
+    if missing < 1.1 * positions or layers < (1 + WRONG_DEPTH) * model.num_layers:
+        return model
+    assumed.append(f"{layers} layers, as the number of parameters says")
+    return model.model_copy(update={"num_layers": layers})
 
 
 _SHAPE = (

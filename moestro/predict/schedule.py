@@ -107,7 +107,7 @@ def simulate_pipeline(
         moved = False
         for rank, order in enumerate(orders):
             while place[rank] < len(order):
-                block = _block(order, place[rank])
+                block = together(order, place[rank])
                 times = [ready(work) for work in block if not _inside(work, block)]
                 if any(time is None for time in times):
                     break
@@ -125,7 +125,7 @@ def simulate_pipeline(
                 remaining -= len(block)
                 moved = True
         if not moved:
-            raise MoestroError(_deadlock(orders, place))
+            raise MoestroError(deadlock(orders, place))
     peaks = _peaks(events, pp, orders, held, schedule, model_stages)
     return PipelineResult(max(clock), tuple(busy), peaks, tuple(events))
 
@@ -134,7 +134,7 @@ def _send(ranks: Sequence[int], sends: Sequence[float], stage: int, other: int) 
     return 0.0 if ranks[stage] == ranks[other] else sends[stage]
 
 
-def _block(order: Order, at: int) -> list[Pass]:
+def together(order: Order, at: int) -> list[Pass]:
     """The pass at this place, with what runs together with it: an overlapped forward takes the B and W after it."""
     if not order[at].pair:
         return [order[at]]
@@ -148,7 +148,8 @@ def _inside(work: Pass, block: list[Pass]) -> bool:
     return work.kind == "W" and len(block) > 1
 
 
-def _deadlock(orders: Sequence[Order], place: Sequence[int]) -> str:
+def deadlock(orders: Sequence[Order], place: Sequence[int]) -> str:
+    """What each rank waits for. place: how many passes of its order it has run."""
     waits = []
     for rank, order in enumerate(orders):
         if place[rank] < len(order):

@@ -6,6 +6,7 @@ Enough to weigh a choice of expert width against; not a serving simulator.
 import math
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moestro.config.counts import count
 from moestro.config.model import ModelConfig
@@ -39,21 +40,28 @@ def decode_step(
     """model: vocab_size resolved. bytes_per_s: of all devices together; context: tokens already in each sequence."""
     if batch < 1 or not bytes_per_s > 0:
         raise MoestroError("a decoding step needs a batch of 1 or more and a memory bandwidth above 0")
-    counts = count(model, max(1, context))
+    fixed, each, layers = _weights(model)
+    touched = [experts_touched(number, top_k, batch) for number, top_k in layers]
+    weights = weight_width * (fixed + each * sum(touched))
+    cache = cache_width * batch * _cached(model, context)
+    mean = sum(touched) / len(touched) if touched else 0.0
+    return DecodeStep(batch, mean, weights, cache, (weights + cache) / bytes_per_s)
+
+
+@lru_cache(maxsize=256)
+def _weights(model: ModelConfig) -> tuple[int, float, tuple[tuple[int, int], ...]]:
+    """Parameters that every step reads; of one expert; and (experts, top_k) of each layer that has some."""
+    counts = count(model, 1)
     experts = counts.part("experts")
     fixed = counts.active_params - experts.active
     if not model.tie_embeddings:
         fixed -= counts.embedding_params  # a look-up of a few rows; the head is read whole
-    touched, expert_params = 0.0, 0.0
-    if model.moe is not None:
-        number = model.moe.resolved_num_experts
-        layers = [layer for layer, routed in enumerate(model.moe_blocks[: model.num_layers]) if routed]
-        each = experts.total / (number * len(layers))
-        per_layer = [experts_touched(number, model.top_k_of_layer(layer), batch) for layer in layers]
-        touched, expert_params = sum(per_layer) / len(layers), each * sum(per_layer)
-    weights = weight_width * (fixed + expert_params)
-    cache = cache_width * batch * _cached(model, context)
-    return DecodeStep(batch, touched, weights, cache, (weights + cache) / bytes_per_s)
+    if model.moe is None:
+        return fixed, 0.0, ()
+    number = model.moe.resolved_num_experts
+    layers = [layer for layer, routed in enumerate(model.moe_blocks[: model.num_layers]) if routed]
+    each = experts.total / (number * len(layers))
+    return fixed, each, tuple((number, model.top_k_of_layer(layer)) for layer in layers)
 
 
 def queue_time(requests_per_s: float, service_s: float) -> float:

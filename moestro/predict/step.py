@@ -8,7 +8,9 @@ from moestro.hardware.devices import Device
 from moestro.predict.constants import Constants, generation, load_calibration
 from moestro.predict.costs import Cost, StepCost, price, pricer_of
 from moestro.predict.curves import published_curves
+from moestro.predict.network import around
 from moestro.predict.schedule import simulate_pipeline
+from moestro.predict.warmup import orders_of
 from moestro.predict.words import TimeBreakdown
 
 # Schedules that enter the pipeline from both ends leave about a quarter of 1F1B's bubble: half the depth, and weight
@@ -32,13 +34,14 @@ class Place:
 def cost_step(workload: Workload, plan: Plan, place: Place) -> StepCost:
     """Count and price; no constants yet."""
     curves = published_curves(place.device.id)
-    return price(count_step(workload, plan), pricer_of(curves, workload.routing, plan, place.node_size))
+    pricer = pricer_of(curves, workload.routing, plan, place.node_size, around(workload))
+    return price(count_step(workload, plan), pricer)
 
 
 def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = False) -> TimeBreakdown:
     """Put the constants in. exact: simulate the pipeline instead of the closed form."""
     forward, backward, weight = pass_seconds(costs, constants)
-    sends = [stage.send_s * constants.between for stage in costs.stages]
+    sends = [stage.send_s * constants.between + stage.latency_s + stage.line_s for stage in costs.stages]
     ranks = [stage.rank for stage in costs.stages]
     per_rank = [
         sum(forward[i] + backward[i] + weight[i] for i, r in enumerate(ranks) if r == rank) for rank in range(plan.pp)
@@ -47,19 +50,16 @@ def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = F
     busy = costs.micro_batches * per_rank[slowest]
     if plan.pp == 1:
         bubble = 0.0
-    elif exact:
-        result = simulate_pipeline(
-            plan.schedule, plan.pp, plan.vpp, costs.micro_batches, forward, backward, weight, sends
-        )
-        bubble = result.total_s - busy
+    elif exact or plan.in_flight is not None or any(stage.line_s for stage in costs.stages):
+        bubble = _simulated_s(costs, plan, forward, backward, weight, sends) - busy
     else:
-        bubble = _bubble(plan, weight, ranks, sends, per_rank, slowest)
+        bubble = bubble_s(plan, weight, ranks, sends, per_rank, slowest)
     own = [stage for stage in costs.stages if stage.rank == slowest]
     gather, reduce, update = costs.once[slowest]
     passes = [cost for stage in own for cost in (stage.forward, stage.backward, stage.weight)]
     last = sum(c.compute_s(constants) for stage in own for c in (stage.backward, stage.weight))
     first = sum(stage.forward.compute_s(constants) for stage in own)
-    exposed = _exposed(reduce, last, constants) + _exposed(gather, first, constants)
+    exposed = exposed_s(reduce, last, constants) + exposed_s(gather, first, constants)
     m = costs.micro_batches
     compute = m * sum(c.compute_s(constants) for c in passes)
     host = m * sum(max(0.0, c.host_s(constants) - c.compute_s(constants)) for c in passes) + constants.step_s
@@ -88,15 +88,30 @@ def predict_time(
     return step_time(cost_step(workload, plan, place), plan, constants, exact)
 
 
-def _exposed(cost: Cost, behind_s: float, constants: Constants) -> float:
+def exposed_s(cost: Cost, behind_s: float, constants: Constants) -> float:
+    """Of collectives, the seconds that a computation of `behind_s` does not hide."""
     hides = cost.communication_s(constants, hides=True)
     return cost.communication_s(constants, hides=False) + max(0.0, hides - constants.hidden * behind_s)
 
 
-def _bubble(
+def _simulated_s(
+    costs: StepCost, plan: Plan, forward: list[float], backward: list[float], weight: list[float], sends: list[float]
+) -> float:  # fmt: skip
+    """All passes, one by one. A line between regions passes micro-batches one after the other, which takes at least
+    what the first takes through all stages and back, and the others over the line."""
+    m, line_s = costs.micro_batches, max(stage.line_s for stage in costs.stages)
+    orders = orders_of(plan, m)
+    result = simulate_pipeline(plan.schedule, plan.pp, plan.vpp, m, forward, backward, weight, sends, orders=orders)
+    if not line_s:
+        return result.total_s
+    first = sum(forward) + sum(backward) + sum(weight) + 2 * sum(sends[: plan.pp - 1])
+    return max(result.total_s, first + (m - 1) * line_s)
+
+
+def bubble_s(
     plan: Plan, weight: list[float], ranks: list[int], sends: list[float], per_rank: list[float], slowest: int
 ) -> float:  # fmt: skip
-    """Closed form: while the slowest rank waits, a micro-batch (or a chunk of it) passes all others."""
+    """Seconds that the slowest rank waits, in closed form: a micro-batch (or a chunk of it) passes all others."""
     others = sum(per_rank) - per_rank[slowest]
     wait = others if plan.schedule == "gpipe" else others / plan.vpp
     if plan.schedule == "zero_bubble":  # weight gradients fill what they can

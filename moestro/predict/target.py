@@ -1,7 +1,7 @@
 """What a step is predicted for: devices of the catalog, a cluster, or a measured machine."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -9,13 +9,17 @@ from moestro.config.plan import Workload
 from moestro.errors import MoestroError, nearest
 from moestro.hardware.catalog import cluster_ids, device_ids, load_cluster, load_device
 from moestro.hardware.catalog.reading import read_tree
+from moestro.hardware.curves.hierarchical import Fabric, fabric_of
+from moestro.hardware.curves.optical import OpticalTier
 from moestro.hardware.curves.transfer import TransferCurve, fit_transfer
-from moestro.hardware.devices import Cluster, Device, Memory, Nic, Node
+from moestro.hardware.devices import Cluster, Device, Memory, Nic, Node, Pool, Wan
 from moestro.hardware.figures import Figure
 from moestro.hardware.profile import MachineProfile, Sample
 from moestro.predict.cache import known_curves
 from moestro.predict.constants import Constants, generation, load_calibration
 from moestro.predict.curves import DeviceCurves, profile_curves
+from moestro.predict.pools import Line, Part
+from moestro.predict.processes import CALLS, in_steps, of_processes
 from moestro.predict.step import Place
 
 # A profile holds kernels as they are launched, on an idle machine: nothing is multiplied on top of it.
@@ -24,10 +28,6 @@ AS_MEASURED = Constants(
     launch_s=0, collective_host_s=0, step_s=0, hidden=0, contention=0,
 )  # fmt: skip
 
-# On a CPU every call of the framework takes host time: how many our trainer makes, views included, for one counted
-# kernel, and for one group of a product of experts, which run one by one there. Counted on models of 2 to 6 layers and
-# 8 to 32 experts (1,704 to 7,332 calls a step, within 4 %).
-CALLS, CALLS_OF_GROUP = 7.0, 8.7
 ELEMENTWISE = ("rmsnorm", "rmsnorm_backward", "residual_norm", "swiglu", "rope", "gather", "scatter", "router")
 
 
@@ -35,7 +35,8 @@ ELEMENTWISE = ("rmsnorm", "rmsnorm_backward", "residual_norm", "swiglu", "rope",
 class Target:
     """devices: how many there are (None: as many as the plan asks for). profile: in words, for the output.
 
-    cores, threads: of a measured CPU, whose processes share the cores and whose host computes; else None.
+    cores, threads: of a measured CPU, whose processes share the cores and whose host computes; else None. threads: of
+    each process, as the curves were measured.
     constants: None: of the calibration.
     """
 
@@ -48,6 +49,10 @@ class Target:
     memory_bytes: float | None = None  # of one device; None: the catalog's
     peak_flops: float | None = None  # measured; None: the catalog's nominal peak
     constants: Constants | None = None
+    fabric: Fabric | None = None  # of a cluster with several nodes
+    optical: OpticalTier | None = None
+    parts: tuple[Part, ...] = ()  # pools of unlike devices or several regions; place and curves are the first one's
+    lines: tuple[Line, ...] = ()  # between regions
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,11 +85,11 @@ def target_of(name: str, devices: int | None = None) -> Target:
     """A device or a cluster of the catalog, or a TOML file of one.
 
     Raises:
-        MoestroError: no such thing; more devices than the cluster has; a cluster of unlike devices.
+        MoestroError: no such thing; more devices than the cluster has; nodes of unlike devices; missing figures.
     """
     own_file = name.endswith(".toml")
     if name.lower() in cluster_ids() or (own_file and "pools" in read_tree(Path(name))):
-        return _of_cluster(load_cluster(name), devices)
+        return target_of_cluster(load_cluster(name), devices)
     try:
         device = load_device(name)
     except MoestroError as error:
@@ -97,27 +102,78 @@ def target_of(name: str, devices: int | None = None) -> Target:
     return Target(Place.of(device, count), known_curves(device), devices, f"{device.id}, public records", notes=note)
 
 
-def _of_cluster(cluster: Cluster, devices: int | None) -> Target:
-    kinds = {device_id for pool in cluster.pools for device_id in pool.node.devices}
-    if len(kinds) > 1:
-        raise MoestroError(
-            f"{cluster.id} mixes {', '.join(sorted(kinds))}; a step over unlike devices is not predicted, name one"
-        )
+def target_of_cluster(cluster: Cluster, devices: int | None = None) -> Target:
+    """Raises MoestroError: as target_of."""
     if devices is not None and devices > cluster.num_devices:
         raise MoestroError(f"{cluster.id} has {cluster.num_devices} devices, not {devices}")
-    node = cluster.pools[0].node
-    per_node = sum(node.devices.values())
-    device = _with_nics(load_device(kinds.pop()), node, per_node)
-    notes = [f"{cluster.id}: every node taken as one of the first pool"] if len(cluster.pools) > 1 else []
-    if cluster.wan:
-        notes.append(f"{cluster.id}: the links between its regions are not priced")
+    kinds = {device_id for pool in cluster.pools for device_id in pool.node.devices}
+    several = len(kinds) > 1 or len({pool.region for pool in cluster.pools}) > 1
+    parts = tuple(_part(cluster, pool) for pool in (cluster.pools if several else cluster.pools[:1]))
+    first = parts[0]
+    notes = [f"{cluster.id}: every node taken as one of the first pool"] if cluster.pools[1:] and not several else []
+    if several:
+        notes.append("no public training runs mix devices or regions: constants are each device's own")
     return Target(
-        Place.of(device, per_node),
-        known_curves(device),
+        first.place,
+        first.curves,
         devices or cluster.num_devices,
-        f"{cluster.id} ({device.id}), public records",
+        f"{cluster.id} ({', '.join(dict.fromkeys(part.place.device.id for part in parts))}), public records",
+        fabric=first.fabric,
+        optical=_optical(cluster),
+        parts=parts if several else (),
+        lines=tuple(_line(cluster, wan) for wan in cluster.wan) if several else (),
         notes=tuple(notes),
     )
+
+
+def _part(cluster: Cluster, pool: Pool) -> Part:
+    node = pool.node
+    if len(node.devices) > 1:
+        raise MoestroError(
+            f"{cluster.id} has nodes that mix {', '.join(sorted(node.devices))}; a step is predicted over pools of "
+            "equal nodes: make it several [[pools]]"
+        )
+    ((name, per_node),) = node.devices.items()
+    if cluster.optical is not None:  # all but the exchanges of experts have the other ports
+        node = node.model_copy(update={"nics": cluster.optical.eps_ports})
+    device = _with_nics(load_device(name), node, per_node)
+    fabric = _fabric(cluster.model_copy(update={"pools": (pool.model_copy(update={"node": node}),)}))
+    place = Place.of(device, per_node)
+    return Part(name, place, known_curves(device), pool.nodes * per_node, pool.region, fabric)
+
+
+def _line(cluster: Cluster, wan: Wan) -> Line:
+    gbps, latency_ms = wan.gbps.best, wan.latency_ms.best
+    if gbps is None or latency_ms is None:
+        raise MoestroError(
+            f"{cluster.id}: [[wan]] needs gbps and latency_ms; the way between regions has no price else"
+        )
+    return Line(frozenset(wan.regions), gbps * 1e9, latency_ms * 1e-3)
+
+
+def _fabric(cluster: Cluster) -> Fabric | None:
+    """Of the first pool. None: one node, or nothing is known of what joins several."""
+    if cluster.pools[0].nodes == 1:
+        return None
+    try:
+        fabric = fabric_of(cluster)
+    except MoestroError:
+        return None
+    if fabric.nics < fabric.node_size:  # in training all devices of a node send at once, each over its share
+        share = fabric.nic_bytes_per_s * fabric.nics / fabric.node_size
+        fabric = replace(fabric, nics=fabric.node_size, nic_bytes_per_s=share)
+    return fabric if fabric.nic_bytes_per_s else None
+
+
+def _optical(cluster: Cluster) -> OpticalTier | None:
+    """Raises MoestroError where the file leaves out a rate or the delay."""
+    tier = cluster.optical
+    if tier is None:
+        return None
+    gbit, delay_ms = tier.port_gbit.best, tier.delay_ms.best
+    if gbit is None or delay_ms is None:
+        raise MoestroError(f"{cluster.id}: [optical] needs port_gbit and delay_ms; circuits cannot be priced without")
+    return OpticalTier(tier.region_size, tier.ocs_ports, tier.eps_ports, gbit / 8 * 1e9, delay_ms * 1e-3)
 
 
 def _with_nics(device: Device, node: Node, per_node: int) -> Device:
@@ -143,9 +199,9 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
         year=2000, memory=_memory(profile),
     )  # fmt: skip
     call_s, note = _call_s(profile)
-    if cpu:  # experts run one by one: as products, and their calls are counted with the host's
-        samples = tuple(sample for sample in profile.samples if sample.op != "moe_experts")
-        profile = profile.model_copy(update={"samples": samples})
+    threads = machine.threads or 1
+    if cpu:
+        profile, threads = of_processes(profile, devices or 1)
     curves = profile_curves(profile, device)
     curves.copy = _memory_curve(profile) or curves.copy
     if known is not None and not cpu and load_calibration().devices.get(known.id):
@@ -157,6 +213,8 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
                 "optimizer": _over_memory(profile, curves.copy, "adamw"),
             }
         )
+        if cpu:
+            constants = in_steps(profile, devices or 1, curves, constants)
     notes = [note] if note else []
     if machine.load_average is not None and machine.load_average > 0.5:
         load = f"load {machine.load_average:.1f}"
@@ -167,7 +225,7 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
         devices=devices,
         profile=f"{profile.name} ({machine.device_name}), measured {profile.created_at[:10]}",
         cores=(machine.cores or 1) if cpu else None,
-        threads=(machine.threads or 1) if cpu else None,
+        threads=threads if cpu else None,
         memory_bytes=machine.memory_bytes,
         peak_flops=None if known and not cpu else _best_rate(profile),
         constants=constants,

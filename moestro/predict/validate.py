@@ -79,9 +79,14 @@ def validate(
 
 
 def calibrate(path: Path | None = None, progress: Progress = lambda done, total, what: None) -> Calibration:
-    """Constants fitted to all complete runs of a table, with the errors that intervals are made of."""
+    """Constants fitted to a table's complete runs, with the errors that intervals are made of.
+
+    Of devices that have none, to all their runs: what is wrongly taken for a layout goes into that device's constants.
+    """
     runs, _ = parse_runs(path)
-    priced, _ = price_runs([run for run in runs if run.quantity == "step_s" and run.complete], progress)
+    known = {run.device for run in runs if run.complete}
+    used = [run for run in runs if run.quantity == "step_s" and (run.complete or run.device not in known)]
+    priced, _ = price_runs(used, progress)
     calibration = fit_calibration(priced)
     seen, unseen = predicted(priced, calibration), left_out(priced)
     residuals = (*residuals_of(seen, unseen=False), *residuals_of(unseen, unseen=True))

@@ -138,12 +138,14 @@ class TestPredict:
         from moestro.config.plan import Plan
         from moestro.graph.convert import workload_of
         from moestro.graph.count import count_step
+        from moestro.graph.trace.program import Traced, TracedMemory
 
         plan = Plan(dp=4)
         config = load_config(PRESET, ("train.dtype=bf16", "train.global_batch_size=8")).config
         graph = count_step(workload_of(config), plan)
+        traced = Traced(graph, (), TracedMemory(1, 2, 3))
         asked = []
-        monkeypatch.setattr("moestro.graph.trace.trace_function", lambda *given: asked.append(given) or graph)
+        monkeypatch.setattr("moestro.graph.trace.trace_program", lambda *given: asked.append(given[:2]) or traced)
         done = predict("--trace", "my:step", "--world", "4", "--hardware", "h100-8")
         assert done.code == 0, done.err
         assert asked == [("my:step", 4)]
@@ -198,7 +200,7 @@ class TestPredict:
             ((PRESET, *BF16, "--devices", "16"), "has 8 devices, not 16"),
             ((PRESET, *BF16, "workload.precision=fp7"), "workload.precision"),
             ((PRESET, *BF16, "model.hidden=3"), "Did you mean 'model.hidden_size'"),
-            ((PRESET, "--hardware", "a40-v100-mixed"), "mixes a40, v100"),
+            ((PRESET, "--hardware", "a40-v100-mixed", "train.global_batch_size=12", "plan.dp=12"), "in several pools"),
             ((PRESET, *BF16, "plan.dp=4", "--tokens", "0"), "cannot train on 0 tokens"),
             ((PRESET, *BF16, "plan.dp=4", "--mtbf-hours", "0"), "mtbf must be above 0"),
         ],

@@ -105,6 +105,7 @@ def test_our_model_keeps_what_is_counted(name: str) -> None:
     model = workload.model
     if model.encoders and model.moe and model.moe.balance.modality_prior_coef == 0:
         model = model.model_copy(update={"encoders": ()})
+    model = model.model_copy(update={"attention_sinks": False})  # the kernel above has no key for a sink
     shown = (1 / batch,) * len(model.encoders)
     workload = workload.model_copy(
         update={"model": model, "seq_len": seq, "global_batch_size": batch, "media_items": shown}

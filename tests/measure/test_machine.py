@@ -64,6 +64,13 @@ class Fakes:
             samples.append(sample("send_recv", 1e-3, bytes=8, ranks=2, pair="0-1"))
         return SimpleNamespace(samples=tuple(samples), findings=("rank 1 is slow",), notes=())
 
+    def together(self, processes: int, cores: int, limit_s: float) -> list[Any]:
+        return [sample("copy", 1e-3, bytes=8, processes=processes)]
+
+    def steps(self, processes: int) -> list[Any]:
+        case = {"preset": "mixtral-tiny", "batch": 4, "what": "host", "processes": processes}
+        return [sample("train_step", 1e-3, **case)]
+
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
@@ -73,6 +80,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     monkeypatch.setattr(machine, "measure_host", fakes.host)
     monkeypatch.setattr(machine, "measure_storage", fakes.storage)
     monkeypatch.setattr(machine, "collective_profile", fakes.collectives)
+    monkeypatch.setattr(machine, "measure_together", fakes.together)
+    monkeypatch.setattr(machine, "measure_steps", fakes.steps)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     monkeypatch.setattr(machine, "ENOUGH_S", 0.003)
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return fakes
@@ -93,6 +103,23 @@ def test_every_section_runs_once_and_in_order(fakes: Fakes, tmp_path: Path) -> N
     assert "collectives: rank 1 is slow" in profile.notes
     save_profile(profile, tmp_path / "profile.json")
     assert load_profile(tmp_path) == profile
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [
+        ({"ranks": 2}, [2, 1, 2]),
+        ({"ranks": 4}, [2, 1, 2]),  # of two cores
+        ({"ranks": 1}, [1]),
+        ({"ranks": None}, []),  # quickly, and nobody asked
+        ({"ranks": 2, "skip": ["collectives"]}, []),
+    ],
+)
+def test_processes_at_once(fakes: Fakes, tmp_path: Path, options: dict[str, Any], processes: list[int]) -> None:
+    """Operations in as many as there are cores, then a training step on one and on as many."""
+    profile = _measure(tmp_path, **options)
+    assert [s.case["processes"] for s in profile.at_once] == processes
+    assert not any("processes" in s.case for s in profile.samples)
 
 
 @pytest.mark.parametrize("skipped", SECTIONS)

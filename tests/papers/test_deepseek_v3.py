@@ -9,6 +9,7 @@ from torch import Tensor
 from moestro.model.attention.mla import LatentAttention
 from moestro.model.moe import route
 from papers import deepseek_v3, deepseek_v3_counts, deepseek_v3_exact
+from papers import deepseek_v3_kernels as kernels
 from papers.deepseek_v3 import BALANCINGS, SEEDS, STEPS, Balancing, Job
 from papers.result import PaperResult
 from papers.store import read_record
@@ -106,6 +107,54 @@ class TestTrend:
         for kind in BALANCINGS:
             curve = deepseek_v3.train(Job(kind, 0))
             assert deepseek_v3.train(Job(kind, 0)) == curve
+
+
+@pytest.fixture
+def as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves that give the published rate of every shape, so that the reading is tested and not the curves."""
+    rates = {**kernels.DENSE, **kernels.CONTIGUOUS, **kernels.MASKED}
+    monkeypatch.setattr(kernels, "rate", lambda shape, device="": 1.01 * rates[shape])
+
+
+class TestKernels:
+    def test_products(self, as_published: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert kernels.check_products().verdict == kernels.check_groups_of_products().verdict == "holds"
+        assert kernels.check_shared_processors().verdict == "holds"
+        monkeypatch.setitem(kernels.DENSE, (1, 4096, 32768, 512), 200)
+        assert kernels.check_products().verdict == "holds in part"
+        monkeypatch.setattr(kernels, "COMPUTE_SMS", 132)
+        assert kernels.check_shared_processors().verdict == "does not hold"
+
+    def test_only_shapes_of_the_tables_were_fitted_to(self) -> None:
+        fitted = kernels.shipped()
+        assert fitted
+        assert fitted <= {*kernels.DENSE, *kernels.CONTIGUOUS, *kernels.MASKED}
+        assert any(shape not in fitted for shape in kernels.DENSE)
+
+    def test_curves_of_the_h800_are_near_its_products(self) -> None:
+        errors = sorted(abs(error) for error in kernels.errors(kernels.DENSE).values())
+        assert errors[len(errors) // 2] < kernels.MEDIAN_LIMIT
+
+    def test_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs = {ranks: rates[0] for ranks, rates in kernels.DEEP_EP.items()}
+        for factor, verdict in ((1.0, "holds"), (3.0, "does not hold")):
+            found = {ranks: (gb * factor, 2.1 * factor) for ranks, gb in theirs.items()}
+            monkeypatch.setattr(kernels, "exchange", found.__getitem__)
+            assert kernels.check_exchange().verdict == verdict
+
+    def test_our_exchange_is_of_the_hop_between_nodes(self) -> None:
+        rate, ms = kernels.exchange(64)
+        assert 5 < rate < 60
+        assert ms > 1e3 * 2 * kernels.sent_bytes(8) / rate / 1e12
+
+    def test_overlap(self) -> None:
+        assert kernels.check_overlap().verdict == "holds"
+        assert "0.53 and 0.76" in kernels.check_overlap().ours
+
+    def test_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert kernels.check_serving().verdict == "holds"
+        monkeypatch.setattr(kernels, "NODE_OUT", 4e5)  # more than memory can be read
+        assert kernels.check_serving().verdict == "holds in part"
 
 
 def recorded() -> PaperResult:

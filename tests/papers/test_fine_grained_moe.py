@@ -8,9 +8,29 @@ import pytest
 from moestro.config import count
 from papers import fine_grained_exact as exact
 from papers import fine_grained_moe as fine
+from papers import fine_grained_predicted as predicted
 from papers.result import PaperResult
 from papers.store import read_record
 from papers.toys import fresh_model
+
+
+class TestPredicted:
+    def test_the_dispatch_pays_for_distinct_ranks(self) -> None:
+        check = predicted.check_dispatch()
+        assert check.verdict == "holds"
+        assert "1xFLOPs-G8 5.43" in check.ours
+        assert "2xFLOPs-G8 7.32" in check.ours
+
+    def test_a_copy_for_each_expert_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layout = predicted.layout
+        monkeypatch.setattr(predicted, "layout", lambda _: layout("all_to_all"))
+        assert predicted.ranks_paid_for(1, 8) == pytest.approx(8)
+        assert predicted.check_dispatch().verdict == "does not hold"
+
+    def test_finer_experts_take_longer(self) -> None:
+        check = predicted.check_time()
+        assert check.verdict == "holds"
+        assert "prefers G = 1:" in check.note
 
 
 class TestExactChecks:

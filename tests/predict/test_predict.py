@@ -25,8 +25,9 @@ from moestro.predict.constants import Constants
 from moestro.predict.curves import DeviceCurves
 from moestro.predict.perfetto import pipeline_trace
 from moestro.predict.predict import HOST, predict_step, price_step
+from moestro.predict.processes import CALLS, CALLS_OF_GROUP
 from moestro.predict.step import Place
-from moestro.predict.target import AS_MEASURED, CALLS, CALLS_OF_GROUP, Target, target_of_profile
+from moestro.predict.target import AS_MEASURED, Target, target_of_profile
 
 MODEL = ModelConfig(
     vocab_size=4096,

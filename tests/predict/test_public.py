@@ -46,15 +46,74 @@ class TestMetrics:
     def test_become_seconds_of_a_step(self, tmp_path: Path, metric: str, value: str, seconds: float) -> None:
         assert one(tmp_path, metric=metric, value=value).measured == pytest.approx(seconds)
 
-    def test_flops_are_counted_with_full_attention_until_2024(self, tmp_path: Path) -> None:
-        old = one(tmp_path, metric="tflops_per_gpu", value="400", year="2024").measured
-        new = one(tmp_path, metric="tflops_per_gpu", value="400", year="2025").measured
-        assert 1.05 < old / new < 1.2
+    def test_flops_are_counted_with_full_attention_until_mid_2025(self, tmp_path: Path) -> None:
+        rate = {"metric": "tflops_per_gpu", "value": "400"}
+        old = one(tmp_path, **rate, year="2025").measured
+        assert old == one(tmp_path, **rate, year="2024").measured
+        for year, source in (("2026", "github some/where"), ("2025", "a page (25.09 NeMo Container)")):
+            assert 1.05 < old / one(tmp_path, **rate, year=year, source=source).measured < 1.2
         assert "FLOPs by our count" in one(tmp_path, metric="tflops_per_gpu").assumed
+
+    def test_packed_short_sequences_count_no_attention(self, tmp_path: Path) -> None:
+        rate = {"metric": "model_tflops_per_gpu", "value": "400"}
+        whole, packed = (one(tmp_path, **rate, model=name) for name in ("Llama-3 8B", "Llama-3 8B SFT"))
+        assert 1.1 < whole.measured / packed.measured < 1.4
+
+    @pytest.mark.parametrize(
+        ("metric", "year", "ratio"),
+        [("tflops_per_gpu", "2022", 4 / 3), ("tflops_per_gpu", "2024", 1), ("mfu_percent", "2022", 1)],
+    )
+    def test_hardware_flops_of_old_rates_hold_recomputation(
+        self, tmp_path: Path, metric: str, year: str, ratio: float
+    ) -> None:
+        rate = {"metric": metric, "value": "40", "year": year}
+        full, none = (one(tmp_path, **rate, recompute=how).measured for how in ("full", "none"))
+        assert full / none == pytest.approx(ratio)
+
+    def test_other_gates_and_windows_were_miscounted_until_mid_2026(self, tmp_path: Path) -> None:
+        rate = {
+            "metric": "model_tflops_per_gpu",
+            "value": "400",
+            "model": "GPT-OSS 20B",
+            "year": "2026",
+            "pp": "1",
+            "cp": "1",
+        }
+        shape = {
+            "layers": "24",
+            "hidden": "2880",
+            "ffn": "2880",
+            "heads": "64",
+            "experts": "32",
+            "topk": "4",
+            "vocab": "201088",
+        }
+        old = one(tmp_path, **rate, **shape, source="a page (26.04 NeMo Container)").measured
+        new = one(tmp_path, **rate, **shape, source="a page (26.06 NeMo Container)").measured
+        assert 0.7 < old / new < 0.95
 
     def test_memory_is_bytes(self, tmp_path: Path) -> None:
         run = one(tmp_path, metric="peak_alloc_gib_per_gpu", value="60")
         assert (run.quantity, run.measured) == ("bytes", 60 * 2**30)
+
+
+class TestDepth:
+    """Of a row whose layers somebody inferred."""
+
+    def layers(self, folder: Path, total_b: str, notes: str, seq: str = "1024") -> int:
+        shape = {"model": "MPT", "hidden": "1024", "ffn": "4096", "heads": "16", "kv_heads": "16", "vocab": "50368"}
+        run = one(folder, **shape, layers="24", params_total_b=total_b, notes=notes, seq=seq)
+        return run.workload.model.num_layers
+
+    def test_parameters_tell(self, tmp_path: Path) -> None:
+        inferred = "layers/hidden INFERRED from a family"
+        assert self.layers(tmp_path, "0.504", inferred) == 36
+        assert self.layers(tmp_path, "0.504", "") == 24
+        assert self.layers(tmp_path, "0.354", inferred) == 24
+        assert self.layers(tmp_path, "much", inferred) == 24
+
+    def test_learned_positions_are_no_layers(self, tmp_path: Path) -> None:
+        assert self.layers(tmp_path, "0.421", "layers/hidden INFERRED from a family", seq="65536") == 24
 
 
 class TestLayout:

@@ -2,6 +2,7 @@
 
 trace_step(config, 64)                    the trainer's own step, at any world size
 trace_function("train:step", 64)          anyone's
+trace_program("train:step", 64)           the same with its calls, stream by stream, and its memory
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moestro.config import Config
 from moestro.config.plan import RoutingConfig
+from moestro.graph.trace.program import Traced
 from moestro.graph.words import StepGraph
 
 if TYPE_CHECKING:
@@ -38,9 +40,14 @@ def trace_step(
     return graph_of(config, traces)
 
 
-def trace_function(
-    name: str, world_size: int, rank: int = 0, routing: RoutingConfig | None = None, recorded: "Sequence[Tensor]" = ()
-) -> StepGraph:
+def trace_program(
+    name: str,
+    world_size: int,
+    rank: int = 0,
+    routing: RoutingConfig | None = None,
+    recorded: "Sequence[Tensor]" = (),
+    seed: int = 0,
+) -> Traced:
     """The step that "module:function" runs, as `rank` of `world_size`; see `user.trace` for what it may do.
 
     Raises:
@@ -48,4 +55,11 @@ def trace_function(
     """
     from moestro.graph.trace.user import find, trace
 
-    return trace(find(name), world_size, rank, routing, recorded)[0]
+    return trace(find(name), world_size, rank, routing, recorded, seed)
+
+
+def trace_function(
+    name: str, world_size: int, rank: int = 0, routing: RoutingConfig | None = None, recorded: "Sequence[Tensor]" = ()
+) -> StepGraph:
+    """The graph of `trace_program`."""
+    return trace_program(name, world_size, rank, routing, recorded).graph

@@ -22,7 +22,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ca
 
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    # By tokens, as flash kernels lay it out: heads side by side need no copy to go on.
+    *batch, heads, queries, _ = query.shape
+    out = query.new_empty(*batch, queries, heads, value.shape[-1]).transpose(-3, -2)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
@@ -99,6 +101,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
     out: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return out
 

@@ -1,18 +1,19 @@
 """The trainer's own step, as one rank of a world of any size runs it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from moestro.config import Config
 from moestro.config.counts import resolved_model
 from moestro.config.plan import RoutingConfig
 from moestro.data.batches import Batch
-from moestro.graph.trace.recorder import Event, Memory, Recorder
+from moestro.graph.trace.recorder import Event, Exchange, Memory, Recorder
 from moestro.graph.trace.session import recording
 from moestro.graph.words import Parameters
 from moestro.optim.slots import fresh_state
@@ -30,8 +31,9 @@ class StageTrace:
     index: int
     layers: tuple[int, ...]
     parameters: Parameters
-    saved: int  # bytes of activations that one micro-batch leaves behind for its backward pass
-    saved_of_weights: int  # the same of copies of weights in another type, and of gradients made in forward
+    # Bytes that one micro-batch leaves behind for its backward pass, with what came from the stage before and goes to
+    # the next; without gathered weights and copies of weights in another type.
+    saved: int
     stream_bytes: int  # of what goes to the next stage
 
 
@@ -87,12 +89,15 @@ def trace_rank(
             number,
             layout.stages[number],
             _parameters(stage.model),
-            *max(sizes),
+            max(sizes),
             _stream_bytes(stage, short_layout, short),
         )
         for number, stage, sizes in zip(numbers, engine.stages, saved, strict=True)
     ]
-    return RankTrace(layout, rank, recorder.events, recorder.memory, stages, groups)
+    events = recorder.events
+    if layout.pp == 1 and layout.fsdp > 1:
+        events = _late(events, (0, short_layout.micro_batches - 1))
+    return RankTrace(layout, rank, events, recorder.memory, stages, groups)
 
 
 def _shortened(config: Config, layout: Layout) -> Config:
@@ -112,28 +117,56 @@ def _batch(config: Config, layout: Layout) -> Batch:
     return Batch(positions % 2, positions % 2, documents, positions, torch.arange(shape[0]))
 
 
-def _watch(stage: Stage, number: int, recorder: Recorder) -> list[tuple[int, int]]:
-    """Note to which micro-batch of which stage things belong; gives the bytes that each forward leaves behind, those of
-    weights apart."""
-    before: list[tuple[int, int]] = []
-    saved: list[tuple[int, int]] = []
+def _watch(stage: Stage, number: int, recorder: Recorder) -> list[int]:
+    """Note to which micro-batch of which stage things belong; gives the bytes that each forward leaves behind."""
+    before: list[tuple[int, int]] = []  # lives of storages, and gathered bytes less those that came
+    saved: list[int] = []
+    lives = recorder.memory.lives
 
-    def alive() -> tuple[int, int]:
-        memory = recorder.memory
-        return memory.alive - memory.of_weights, memory.of_weights
-
-    def enter(*_: Any) -> None:
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         recorder.phase, recorder.micro = "forward", (number, len(before))
-        before.append(alive())
+        came = inputs[0].untyped_storage().nbytes() if number > 0 else 0
+        before.append((len(lives), _gathered(stage) + came))
 
     def leave(*_: Any) -> None:
         recorder.phase, recorder.micro = "between", None
-        now, then = alive(), before[-1]
-        saved.append((now[0] - then[0], now[1] - then[1]))
+        first, other = before[-1]
+        kept = sum(life.bytes for life in lives[first:] if life.died is None and not life.of_weight)
+        saved.append(kept + other - _gathered(stage))
 
     stage.register_forward_pre_hook(enter, prepend=True)
     stage.register_forward_hook(leave)
     return saved
+
+
+def _gathered(stage: Stage) -> int:
+    """Bytes of the weights that FSDP2 has gathered and not freed."""
+    modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for group in groups
+        if group is not None
+        for parameter in group.fsdp_params
+        for t in (*parameter.all_gather_outputs, *_unsharded(parameter))
+    }
+    return sum(storages.values())
+
+
+def _unsharded(parameter: Any) -> list[Tensor]:
+    """The gathered weight, which is memory of its own where shards do not lie end to end."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return [] if whole is None else [whole]
+
+
+def _late(events: list[Event], micro: tuple[int, int]) -> list[Event]:
+    """FSDP2 reduces the root's gradients when backward has ended, but they are of this micro-batch."""
+    return [
+        replace(e, place=e.place._replace(micro=micro))
+        if isinstance(e, Exchange) and e.place.phase == "backward" and e.place.micro is None
+        else e
+        for e in events
+    ]
 
 
 class _Watched:

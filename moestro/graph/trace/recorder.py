@@ -6,8 +6,9 @@ writes down is what a device would be asked to do, in order.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from moestro.graph.trace.values import Values
 
 Phase = Literal["setup", "between", "forward", "recompute", "backward", "gradients", "update"]
 PLAIN = (FakeTensor, Tensor, nn.Parameter)
+COPIES = (torch.ops.aten._to_copy.default,)
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Place(NamedTuple):
@@ -61,11 +64,12 @@ class Exchange:
 
 @dataclass(slots=True)
 class Sync:
-    """What a program tells its streams: "wait" (for another stream), "record event", "wait event", "synchronize"."""
+    """What a program tells its streams: "wait" (for another stream), "record event", "wait event", "wait work" (for a
+    collective), "synchronize" (the host waits), "read" (a value of the device is on the host)."""
 
     what: str
     stream: int
-    other: int  # the stream waited for, or the event
+    other: int  # the stream waited for, the event, or the collective by its place among the recorder's events
 
 
 @dataclass(slots=True)
@@ -77,7 +81,9 @@ class Life:
     died: int | None
     maker: str  # the operation
     place: Place
-    of_weight: bool  # made of a parameter in its shape: a copy in another type, a gradient
+    of_weight: bool  # a parameter's copy in another type
+    number: int = 0  # among all lives
+    kind: str = ""  # "parameters", "gradients", "optimizer", where somebody says so
 
 
 @dataclass
@@ -88,6 +94,7 @@ class Memory:
     of_weights: int = 0  # of those alive, in lives `of_weight`
     peak: int = 0
     lives: list[Life] = field(default_factory=list)
+    changes: list[tuple[int, int]] = field(default_factory=list)  # in order: the number of a life, bytes or 0: its end
 
     def timeline(self) -> list[tuple[int, int]]:
         """(number of the event, bytes alive after it) wherever they change, in order."""
@@ -126,6 +133,11 @@ class Recorder(TorchDispatchMode):
         self._origins: list[tuple[tuple[str, ...], tuple[int, int] | None]] = []
         self._origin: tuple[tuple[str, ...], tuple[int, int] | None] = ((), None)  # of what backward did last
         self._lives: dict[int, Life] = {}  # of the storages there are
+        self._works: deque[int] = deque()  # collectives under way, by their places among the events
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles while a trace runs, and the check costs as much as what is done here
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -139,22 +151,41 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         answer = self.values.answer(func, args, kwargs)
         if answer is not NotImplemented:
+            self.note_read(args[0])
             return answer
         message = message_of(func, args)
         args = self.values.mask_as_rows(func, args)
         out = func(*args, **kwargs)
         place = self._place()
         if message is not None:
-            self._note_exchange(func, args, message, place)
+            self._note_exchange(func, args, message, place, out)
             arrive(self.values, func, args, message, out)
         else:
             self.values.follow(func, args, kwargs, out)
+            if func is WAIT and hasattr(args[0], "_exchange"):
+                self.note_sync("wait work", place.stream, args[0]._exchange)
             self._note_op(func, args, kwargs, out, place)
         self._note_memory(func, args, out, place)
         return out
 
     def note_sync(self, what: str, stream: int, other: int) -> None:
         self.events.append(Sync(what, stream, other))
+
+    def note_read(self, tensor: Tensor) -> None:
+        """The host waits for the device; many reads in a row wait once."""
+        if _device(tensor) == "cpu":
+            return
+        stream, last = current_stream(), self.events[-1] if self.events else None
+        if not (isinstance(last, Sync) and last.what == "read"):
+            self.events.append(Sync("read", stream, 0))
+
+    def alive(self) -> Iterable[Life]:
+        return self._lives.values()
+
+    def life_of(self, tensor: Tensor) -> Life | None:
+        """Of the storage of a tensor, or of a DTensor's part."""
+        local = getattr(tensor, "_local_tensor", tensor)
+        return self._lives.get(local.untyped_storage()._cdata)
 
     def _call(self) -> tuple[object, bool]:
         place = self._place()
@@ -185,7 +216,7 @@ class Recorder(TorchDispatchMode):
         outputs, inputs = tensors([out]), tensors(args)
         first = next(iter(outputs + inputs), None)
         # What the host computes is small bookkeeping.
-        if first is None or first.device.type == "cpu" or not moves(func):
+        if first is None or _device(first) == "cpu" or not moves(func):
             return
         cost = self._attention(func, args) or cost_of(func, args, out)
         name, shapes = func._schema.name, tuple(tuple(t.shape) for t in inputs)
@@ -214,9 +245,19 @@ class Recorder(TorchDispatchMode):
             return Cost("attention_backward", dims, 2.5 * flops)
         return Cost("attention", dims, flops)
 
-    def _note_exchange(self, func: Any, args: Sequence[Any], message: Message, place: Place) -> None:
-        blocking = func.namespace == "c10d" and not any(a is True for a in args)
+    def _note_exchange(self, func: Any, args: Sequence[Any], message: Message, place: Place, out: Any) -> None:
+        # "asyncOp" is true where nothing is given; a trace does not see arguments that are their defaults.
+        blocking = func.namespace == "c10d" and any(a is False for a in args)
+        if func.namespace == "c10d" and not blocking:
+            self._works.append(len(self.events))
+        for tensor in tensors([out]) if func.namespace != "c10d" else ():
+            tensor._exchange = len(self.events)  # type: ignore[attr-defined]
         self.events.append(Exchange(message, place, blocking))
+
+    def note_wait(self) -> None:
+        """A `Work` is waited for: the oldest, as programs wait in the order in which they asked."""
+        if self._works:
+            self.note_sync("wait work", current_stream(), self._works.popleft())
 
     def _note_memory(self, func: Any, args: Sequence[Any], out: Any, place: Place) -> None:
         for tensor in tensors([out]):
@@ -232,18 +273,31 @@ class Recorder(TorchDispatchMode):
             else:
                 self._end(key)
             parameters = [t for t in tensors(args) if isinstance(t, nn.Parameter)]
-            of_weight = cost_of(func, args, out) is None and any(t.shape == tensor.shape for t in parameters)
-            life = self._lives[key] = Life(size, len(self.events), None, func._schema.name, place, of_weight)
-            memory = self.memory
-            memory.lives.append(life)
-            memory.alive += size
-            memory.of_weights += size * of_weight
-            memory.peak = max(memory.peak, memory.alive)
+            of_weight = func in COPIES and any(t.shape == tensor.shape for t in parameters)
+            self._begin(key, Life(size, len(self.events), None, func._schema.name, place, of_weight))
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is there has another size now, which no operation says."""
+        life, size = self._lives.get(storage._cdata), storage.nbytes()
+        if life is not None and life.bytes != size:
+            self._end(storage._cdata)
+            self._begin(storage._cdata, replace(life, bytes=size, born=len(self.events)))
+
+    def _begin(self, key: int, life: Life) -> None:
+        self._lives[key] = life
+        memory = self.memory
+        memory.changes.append((len(memory.lives), life.bytes))
+        life.number = len(memory.lives)
+        memory.lives.append(life)
+        memory.alive += life.bytes
+        memory.of_weights += life.bytes * life.of_weight
+        memory.peak = max(memory.peak, memory.alive)
 
     def _end(self, key: int) -> None:
         life = self._lives.pop(key, None)
         if life is not None:
             life.died = len(self.events)
+            self.memory.changes.append((life.number, 0))
             self.memory.alive -= life.bytes
             self.memory.of_weights -= life.bytes * life.of_weight
 
@@ -253,6 +307,11 @@ def _continued(outer: tuple[str, ...], inner: list[str]) -> tuple[str, ...]:
     if inner and inner[0] in outer:
         return (*outer[: outer.index(inner[0])], *inner)
     return (*outer, *inner)
+
+
+def _device(tensor: Tensor) -> str:
+    """Its type; `tensor.device` would ask the modes."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
 
 
 def current_stream() -> int:

@@ -8,8 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.utils import checkpoint
+from torch.utils._mode_utils import no_dispatch
 
 from moestro.config.plan import RoutingConfig
 from moestro.graph.trace.device import Shapes, VirtualDevice, accelerator
@@ -21,13 +24,17 @@ from moestro.graph.trace.world import world_of
 
 @contextmanager
 def recording(
-    world_size: int, rank: int, routing: RoutingConfig | None = None, recorded: Sequence[Tensor] = ()
+    world_size: int,
+    rank: int,
+    routing: RoutingConfig | None = None,
+    recorded: Sequence[Tensor] = (),
+    seed: int = 0,
 ) -> Iterator[tuple[Recorder, torch.device]]:
     """What is called in the block runs as `rank` of `world_size`, on the device that is given, and is written down.
 
-    recorded: choices [rows, K] of a real run, see `routing`.
+    recorded: choices [rows, K] of a real run, see `routing`. seed: of its draws.
     """
-    recorder = Recorder(Routing(routing or RoutingConfig(), recorded))
+    recorder = Recorder(Routing(routing or RoutingConfig(), recorded, seed))
     with ExitStack() as stack:
         device = stack.enter_context(accelerator())
         stack.enter_context(world_of(world_size, rank, device))
@@ -37,6 +44,10 @@ def recording(
         stack.enter_context(_watched_recomputation(recorder))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(dist, "all_reduce", _told(dist.all_reduce, recorder)))
+        resize = torch.UntypedStorage.resize_
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resized(resize, recorder)))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", _listed(FakeTensor.tolist, recorder)))
+        stack.enter_context(mock.patch.object(FakeWork, "wait", _waited(FakeWork.wait, recorder)))
         VirtualDevice.listener = recorder.note_sync
         for context in (fused_kernels(), Shapes(), recorder):
             stack.enter_context(context)
@@ -54,6 +65,41 @@ def _told(all_reduce: Callable[..., Any], recorder: Recorder) -> Callable[..., A
             recorder.values.sums = True
 
     return told
+
+
+def _listed(tolist: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """The same, at once where the values are known, as those of meshes are; PyTorch's own reads one after the other."""
+
+    def listed(tensor: FakeTensor) -> Any:
+        real = recorder.values.of(tensor)
+        if real is None:
+            return tolist(tensor)
+        recorder.note_read(tensor)
+        with no_dispatch():
+            return real.tolist()
+
+    return listed
+
+
+def _waited(wait: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """The same, telling the recorder."""
+
+    def waited(work: dist.Work, *args: Any) -> Any:
+        recorder.note_wait()
+        return wait(work, *args)
+
+    return waited
+
+
+def _resized(resize: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """The same, telling the recorder: FSDP2 frees gathered weights so."""
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.note_resize(storage)
+        return result
+
+    return resized
 
 
 class _Generator(torch.Generator):

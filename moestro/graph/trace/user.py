@@ -3,26 +3,27 @@
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest import mock
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moestro.config.plan import RoutingConfig
 from moestro.errors import MoestroError
-from moestro.graph.trace.device import NAME as VIRTUAL
+from moestro.graph.trace.calls import calls_of
+from moestro.graph.trace.held import held
+from moestro.graph.trace.program import Traced
 from moestro.graph.trace.recorder import Recorder
 from moestro.graph.trace.session import recording
+from moestro.graph.trace.surroundings import surroundings
 from moestro.graph.trace.to_graph import whole_graph
-from moestro.graph.words import Parameters, StepGraph
+from moestro.graph.words import Parameters
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -55,20 +56,22 @@ def trace(
     rank: int = 0,
     routing: RoutingConfig | None = None,
     recorded: Sequence[Tensor] = (),
-) -> tuple[StepGraph, Recorder]:
+    seed: int = 0,
+) -> Traced:
     """Call `function()`, which builds a model and runs one step, or several of which the last is taken.
 
     It may call `torch.distributed.init_process_group` (the group is there already), read RANK and WORLD_SIZE, make
     device meshes, and take `torch.accelerator.current_accelerator()` or "cuda" for its device. A step begins with the
-    forward of the outermost module after an optimizer has stepped.
+    forward of the outermost module after an optimizer has stepped. seed: of what the routing draws.
 
     Raises:
         MoestroError: the function fails, for example because it asks for values that a trace has not; the message says
             where.
     """
-    with recording(world_size, rank, routing, recorded) as (recorder, device):
+    began_s = time.perf_counter()
+    with recording(world_size, rank, routing, recorded, seed) as (recorder, device):
         steps = _Steps(recorder)
-        with _surroundings(device, world_size, rank), steps.watched():
+        with surroundings(device, world_size, rank, recorder) as notes, steps.watched():
             try:
                 function()
             except MoestroError:
@@ -78,10 +81,32 @@ def trace(
                 raise MoestroError(
                     f"tracing failed at {_last_line(error)}: {type(error).__name__}: {reason}"
                 ) from error
-    if steps.start is None:
+    ended_s = time.perf_counter()
+    if not steps.starts:
         raise MoestroError("the traced function ran no module")
-    graph = whole_graph(recorder.events[steps.start :], world_size, steps.parameters, steps.saved)
-    return graph, recorder
+    start = steps.starts[-1].events
+    if recorder.values.guesses:
+        notes.append(
+            f"{recorder.values.guesses} values that the program reads (as .item() of a loss) are not known: taken as 1"
+        )
+    graph = whole_graph(recorder.events[start:], world_size, steps.parameters, steps.saved)
+    return Traced(
+        replace(graph, notes=(*graph.notes, *notes)),
+        calls_of(recorder.events, start, world_size),
+        held(recorder.memory, [step.changes for step in steps.starts]),
+        len(steps.starts),
+        recorder.values.routing.calls > 0,
+        steps.starts[0].at_s - began_s,
+        ended_s - steps.starts[-1].at_s,
+    )
+
+
+class _Start(NamedTuple):
+    """Of a step: the numbers of its first event and of its first change of memory."""
+
+    events: int
+    changes: int
+    at_s: float
 
 
 class _Steps:
@@ -89,7 +114,7 @@ class _Steps:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.start: int | None = None  # event at which the last step begins
+        self.starts: list[_Start] = []
         self.parameters = Parameters()
         self.saved = 0
         self._stepped = True
@@ -99,36 +124,56 @@ class _Steps:
     def watched(self) -> Iterator[None]:
         recorder = self.recorder
         recorder.entered, recorder.turned = self._enter, self._turn
-        handle = register_optimizer_step_pre_hook(self._step)
+        before = register_optimizer_step_pre_hook(self._step)
+        after = register_optimizer_step_post_hook(self._has_stepped)
         try:
             yield
         finally:
-            handle.remove()
+            before.remove()
+            after.remove()
             recorder.entered = recorder.turned = None
 
     def _enter(self) -> None:
         """The outermost module begins."""
-        if self._stepped:
-            self.start, self._stepped = len(self.recorder.events), False
-        self.recorder.phase = "forward"
         memory = self.recorder.memory
+        if self._stepped:
+            self.starts.append(_Start(len(self.recorder.events), len(memory.changes), time.perf_counter()))
+            self._stepped = False
+        self.recorder.phase = "forward"
         self._before = memory.alive - memory.of_weights
 
     def _turn(self) -> None:
         """Backward begins; what follows it belongs to the update, until the next forward."""
-        if self.recorder.phase == "forward":
-            memory = self.recorder.memory
-            self.saved = memory.alive - memory.of_weights - self._before
-            self.recorder.phase = "update"
+        if self.recorder.phase != "forward":
+            return
+        memory = self.recorder.memory
+        self.saved = memory.alive - memory.of_weights - self._before
+        self.recorder.phase = "update"
+        for life in self.recorder.alive():
+            if life.place.phase == "forward" and not life.kind:
+                life.kind = "activations"
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._stepped:
             self.parameters = Parameters()
         self._stepped = True
         self.recorder.phase = "update"
-        numbers = sum(_held(p) for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = sum(map(_held, parameters))
         now = self.parameters
         self.parameters = Parameters(dense=now.dense + numbers, trained=now.trained + numbers)
+        self._mark("parameters", parameters)
+        self._mark("gradients", [p.grad for p in parameters if p.grad is not None])
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        self._mark("optimizer", [value for value in states if isinstance(value, Tensor)])
+
+    def _mark(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            life = self.recorder.life_of(tensor)
+            if life is not None:
+                life.kind = kind
 
 
 def _held(parameter: Tensor) -> int:
@@ -141,66 +186,6 @@ def _held(parameter: Tensor) -> int:
         if placement.is_shard() and any(word in name for word in ("tp", "ep", "tensor", "expert")):
             numbers //= mesh.size(axis)
     return numbers
-
-
-@contextmanager
-def _surroundings(device: torch.device, world_size: int, rank: int) -> Iterator[None]:
-    """What a launched program expects: the launcher's variables, a group that it makes itself, and CUDA."""
-    launcher = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}  # type: ignore[dict-item]
-    mesh_init = DeviceMesh.__init__
-
-    def on_device(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        mesh_init(self, device.type if device_type == "cuda" else device_type, *args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in launcher.items()}))
-        for name in ("init_process_group", "destroy_process_group"):
-            stack.enter_context(mock.patch.object(dist, name, _nothing))
-        if device.type == VIRTUAL:
-            stack.enter_context(mock.patch.object(DeviceMesh, "__init__", on_device))
-            for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "reset_peak_memory_stats"):
-                stack.enter_context(mock.patch.object(torch.cuda, name, _nothing))
-            stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
-            stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=1))
-            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
-            stack.enter_context(_CudaIsVirtual(device))
-        yield
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-class _CudaIsVirtual(TorchFunctionMode):
-    """Programs that name "cuda" get the device of the trace."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.backward:  # in which this mode would else be off
-            with self:
-                return _backward(*args, **(kwargs or {}))
-        if func is Tensor.cuda:
-            return args[0].to(self.device)
-        if func is Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return args[0].device.type == self.device.type
-        changed = {key: self._of(value) for key, value in (kwargs or {}).items()}
-        return func(*(self._of(value) for value in args), **changed)
-
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return self.device if value.type == "cuda" else value
-        return self.device if isinstance(value, str) and value.split(":")[0] == "cuda" else value
-
-
-def _backward(
-    loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _last_line(error: BaseException) -> str:

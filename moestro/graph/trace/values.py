@@ -40,6 +40,7 @@ FAILS = (aten.gt.Scalar, aten.gt.Tensor, aten.lt.Scalar, aten.lt.Tensor)
 HOLDS = (aten.ge.Scalar, aten.ge.Tensor, aten.le.Scalar, aten.le.Tensor)
 EQUAL = (aten.eq.Tensor, aten.eq.Scalar)
 UNEQUAL = (aten.ne.Tensor, aten.ne.Scalar)
+NEVER = (aten.isnan.default, aten.isinf.default)
 EMPTIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 SCALED_LOSS = "_amp_foreach_non_finite_check_and_unscale_"  # leaves its flag, which is known to be 0, as it is
 
@@ -56,6 +57,7 @@ class Values:
 
     def __init__(self, routing: Routing, where: Callable[[], tuple[object, bool]]) -> None:
         self.routing, self.where = routing, where
+        self.guesses = 0  # values that the program asked for and that nobody knows
         self.sums = True  # whether the all-reduce under way adds; its operation cannot be read below
 
     def forget(self, tensor: Tensor) -> None:
@@ -81,6 +83,7 @@ class Values:
         """
         if func is aten._local_scalar_dense.default:
             real = self.of(args[0])
+            self.guesses += real is None
             with no_dispatch():
                 return _guess(args[0].dtype) if real is None else real.item()
         if func is aten.equal.default:
@@ -199,9 +202,9 @@ class Values:
         if func in ORDERS or func in BEST:
             self._order(func, args, kwargs, outputs)
             return
-        if func not in FAILS + HOLDS + EQUAL + UNEQUAL or not args[0].dtype.is_floating_point:
+        if func not in FAILS + HOLDS + EQUAL + UNEQUAL + NEVER or not args[0].dtype.is_floating_point:
             return
-        same = args[0] is args[1]
+        same = func not in NEVER and args[0] is args[1]
         answer = same if func in EQUAL else not same if func in UNEQUAL else func in HOLDS
         with no_dispatch():
             self.set(outputs[0], torch.full(outputs[0].shape, answer))

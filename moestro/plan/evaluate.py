@@ -1,0 +1,225 @@
+"""Step time and memory of many plans at once: the closed forms of predict.step and predict.memory over arrays.
+
+A family's pieces are counted and priced once; then all its pipelines and variants are a few array operations. Equal to
+`predict_step`, which a test holds it to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moestro.config.plan import Plan, Workload
+from moestro.graph.pieces import add_parameters, pieces_of, sharded_passes
+from moestro.graph.step import rank_step
+from moestro.graph.tape import stream_bytes
+from moestro.graph.words import Piece
+from moestro.plan.frame import Floats, Frame, Kinds, Signatures, Whole, frame_of
+from moestro.plan.held import held_bytes, passing_bytes
+from moestro.plan.space import Family, Pipeline, Space, Variant, values_of
+from moestro.predict.constants import Constants
+from moestro.predict.costs import Cost, Pricer
+from moestro.predict.many import bubbles
+from moestro.predict.memory import kept_bytes, outside_bytes
+from moestro.predict.predict import target_pricer
+from moestro.predict.target import Target
+
+# Of a pass: what its kernels take, the host, collectives that nothing hides, and those that may hide.
+COMPUTE, HOST, BLOCKS, HIDES = range(4)
+PLAIN = Plan()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Plans of one family: pipelines × variants, as arrays of that shape.
+
+    step_s: seconds; needed_bytes: what the fullest device must have; total_bytes: what it holds where there is room.
+    """
+
+    family: Family
+    pipelines: tuple[Pipeline, ...]
+    variants: tuple[Variant, ...]
+    step_s: Floats
+    needed_bytes: Floats
+    total_bytes: Floats
+
+
+@dataclass
+class Evaluator:
+    """Of one workload on so many devices of a target whose host does not compute."""
+
+    workload: Workload
+    target: Target
+    devices: int
+    constants: Constants = field(init=False)
+    _signatures: Signatures | None = None
+    _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
+    _once: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
+    _kept: dict[tuple[Any, ...], Floats] = field(default_factory=dict)
+    _flags: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.constants = self.target.constants_for(self.workload, self.devices)
+
+    def batches(self, family: Family, space: Space) -> list[Batch]:
+        """All plans of a family. Variants that split weights make pieces of their own for each number of ranks."""
+        pipelines = list(space.pipelines(family, self.workload, self.devices))
+        alike: dict[tuple[Any, ...], tuple[list[Pipeline], list[Variant]]] = {}
+        for dp in dict.fromkeys(pipeline.dp for pipeline in pipelines):
+            here = [pipeline for pipeline in pipelines if pipeline.dp == dp]
+            apart: dict[Variant | None, list[Variant]] = {}
+            for variant in space.variants(family, dp):
+                own = self._sharded(family, here[0], variant)
+                apart.setdefault(variant if own else None, []).append(variant)
+            for own_variant, variants in apart.items():
+                key = (own_variant, dp) if own_variant else tuple(variants)
+                alike.setdefault(key, ([], variants))[0].extend(here)
+        return [self._batch(family, tuple(some), tuple(variants)) for some, variants in alike.values()]
+
+    def _batch(self, family: Family, pipelines: tuple[Pipeline, ...], variants: tuple[Variant, ...]) -> Batch:
+        plan = self._plan(family, pipelines[0], variants[0])
+        pieces = pieces_of(self.workload, plan)
+        if self._signatures is None:
+            self._signatures = Signatures(Kinds(self.workload, pieces))
+        frame = self._frame(pipelines, family.recompute != "none")
+        own = self._signatures.kinds.pieces(pieces)
+        counts, again = self._signatures.counts, self._signatures.again
+        pricers = self._pricers(family, pipelines)
+        passes = self._passes(own, counts, again, next(iter(pricers.values())))
+        seconds = _seconds(passes, self.constants)  # [signatures, 3]
+        per_rank = _by_rank(frame, seconds.sum(axis=1)[frame.stage_signature])
+        slowest = _first_largest(per_rank, frame.first_rank, frame.rank_pipeline)
+        sent = float(pieces.local * stream_bytes(self.workload))
+        send = [(p.pp - 1) * pricers[p.pp].network.send_s(sent if p.pp > 1 else 0.0) for p in pipelines]
+        busy = per_rank[slowest]
+        weight = _by_rank(frame, seconds[frame.stage_signature, 2])
+        step = frame.micro_batches * busy + bubbles(
+            [p.schedule if p.pp > 1 else "1f1b" for p in pipelines],
+            frame.vpp,
+            np.add.reduceat(per_rank, frame.first_rank) - busy,
+            np.add.reduceat(weight, frame.first_rank) - weight[slowest],
+            np.array(send) * self.constants.between,
+        )
+        compute = passes[:, :, COMPUTE]
+        behind = [_by_rank(frame, c[frame.stage_signature])[slowest] for c in (compute[:, 1:].sum(1), compute[:, 0])]
+        once = self._once_s(family, frame, variants, own, counts, slowest, behind, pricers)
+        sizes = {p.pp: p for p in pipelines}
+        kept = {pp: [self._kept_bytes(family, p, variant, own) for variant in variants] for pp, p in sizes.items()}
+        outside = {pp: self._outside(family, p, variants[0]) for pp, p in sizes.items()}
+        offload = [variant.offload == "activations" for variant in variants]
+        besides = self._signatures.besides(pieces)
+        passing = passing_bytes(self.workload, plan, frame, own, counts, again, besides)
+        needed, total = held_bytes(frame, counts, passing, kept, outside, offload)
+        return Batch(family, pipelines, variants, step[:, None] + once + self.constants.step_s, needed, total)
+
+    def _plan(self, family: Family, pipeline: Pipeline, variant: Variant) -> Plan:
+        """Not checked: the space holds valid ones only."""
+        return PLAIN.model_copy(update=values_of(family, pipeline, variant, self.target.place.node_size))
+
+    def _sharded(self, family: Family, pipeline: Pipeline, variant: Variant) -> bool:
+        key = "sharded", family.cp, pipeline.dp, pipeline.pp, variant
+        if key not in self._flags:
+            self._flags[key] = 1.0 * sharded_passes(self.workload, self._plan(family, pipeline, variant))
+        return bool(self._flags[key])
+
+    def _frame(self, pipelines: tuple[Pipeline, ...], recomputes: bool) -> Frame:
+        key = pipelines, recomputes
+        if key not in self._frames:
+            assert self._signatures is not None
+            self._frames[key] = frame_of(pipelines, recomputes, self._signatures)
+        return self._frames[key]
+
+    def _pricers(self, family: Family, pipelines: Sequence[Pipeline]) -> dict[int, Pricer]:
+        """By pp. Pieces cost the same with all of them: what is sent inside a layer stays between neighbours."""
+        plans = {p.pp: PLAIN.model_copy(update={**family._asdict(), "pp": p.pp, "dp": p.dp}) for p in pipelines}
+        return {pp: target_pricer(self.workload, plan, self.target) for pp, plan in plans.items()}
+
+    def _passes(self, pieces: Sequence[Piece | None], counts: Floats, again: Floats, pricer: Pricer) -> Floats:
+        """[signatures, 3 passes, 4]: seconds of forward, backward with recomputation, weight."""
+        rows = np.zeros((4, len(pieces), 4))  # forward, again, backward, weight
+        for number, piece in enumerate(pieces):
+            if piece is not None:
+                for which, cost in enumerate(pricer.piece(piece)):
+                    rows[which, number] = _row(cost, self.constants)
+        return np.stack([counts @ rows[0], again @ rows[1] + counts @ rows[2], counts @ rows[3]], axis=1)
+
+    def _kept_bytes(
+        self, family: Family, pipeline: Pipeline, variant: Variant, pieces: Sequence[Piece | None]
+    ) -> Floats:
+        """Of each kind of piece: weights, gradients, optimizer state."""
+        key = _layout(family), pipeline.pp, pipeline.dp, variant
+        if key not in self._kept:
+            plan = self._plan(family, pipeline, variant)
+            found = [0.0 if p is None else sum(kept_bytes(self.workload, plan, p.parameters)) for p in pieces]
+            self._kept[key] = np.array(found)
+        return self._kept[key]
+
+    def _outside(self, family: Family, pipeline: Pipeline, variant: Variant) -> float:
+        key = "outside", _layout(family), pipeline.pp, pipeline.dp
+        if key not in self._flags:
+            plan = self._plan(family, pipeline, variant)
+            self._flags[key] = sum(outside_bytes(plan, self.workload, self.target.place.device))
+        return self._flags[key]
+
+    def _once_s(
+        self, family: Family, frame: Frame, variants: Sequence[Variant], pieces: Sequence[Piece | None],
+        counts: Floats, slowest: Whole, behind: Sequence[Floats], pricers: dict[int, Pricer],
+    ) -> Floats:  # fmt: skip
+        """[pipelines, variants]: gather, reduction and update of the slowest rank, less what its passes hide."""
+        held = np.zeros((len(frame.rank_pipeline), counts.shape[1]))
+        np.add.at(held, frame.stage_rank, counts[frame.stage_signature])
+        model, rows = self.workload.model, []
+        tied = model.tie_embeddings or model.mtp is not None
+        layout = _layout(family)
+        for number, pipeline in enumerate(frame.pipelines):
+            own = tuple(held[slowest[number]].tolist())
+            shared = bool(tied and frame.ends[slowest[number]])
+            for variant in variants:
+                key = (own, shared, layout, pipeline.pp, pipeline.dp, variant)
+                if key not in self._once:
+                    plan = self._plan(family, pipeline, variant)
+                    parts = [(p.parameters, int(n)) for p, n in zip(pieces, own, strict=True) if p is not None and n]
+                    step = rank_step(self.workload, plan, 0, add_parameters(parts), shared)
+                    costs = [pricers[pipeline.pp].nodes(nodes) for nodes in (step.before, step.gradients, step.update)]
+                    gather, reduce = (_row(cost, self.constants)[BLOCKS:] for cost in costs[:2])
+                    self._once[key] = (*gather, *reduce, costs[2].seconds(self.constants))
+                rows.append(self._once[key])
+        found = np.array(rows).reshape(len(frame.pipelines), len(variants), 5)
+        after, before = (self.constants.hidden * seconds[:, None] for seconds in behind)
+        gather_s = found[..., 0] + np.maximum(0.0, found[..., 1] - before)
+        reduce_s = found[..., 2] + np.maximum(0.0, found[..., 3] - after)
+        return np.asarray(gather_s + reduce_s + found[..., 4], dtype=np.float64)
+
+
+def _layout(family: Family) -> tuple[Any, ...]:
+    """All of a family that the number of parameters on a rank, and who else has them, depends on."""
+    return family.tp, family.cp, family.ep, family.etp, family.sequence_parallel, family.gradient_dtype
+
+
+def _row(cost: Cost, constants: Constants) -> tuple[float, float, float, float]:
+    blocks = hides = 0.0
+    for (_, between, may_hide), seconds in cost.collectives.items():
+        factor = constants.between if between else constants.inside
+        blocks += 0.0 if may_hide else seconds * factor
+        hides += seconds * factor if may_hide else 0.0
+    return cost.compute_s(constants), cost.host_s(constants), blocks, hides
+
+
+def _seconds(rows: Floats, constants: Constants) -> Floats:
+    """Cost.seconds of rows [..., 4]."""
+    hidden = np.minimum(rows[..., HIDES], constants.hidden * rows[..., COMPUTE])
+    working = np.maximum(rows[..., COMPUTE] + constants.contention * hidden, rows[..., HOST])
+    found: Floats = working + rows[..., BLOCKS] + rows[..., HIDES] - hidden
+    return found
+
+
+def _by_rank(frame: Frame, values: Floats) -> Floats:
+    """Of stages, added up by rank."""
+    return np.bincount(frame.stage_rank, values, len(frame.rank_pipeline)).astype(np.float64)
+
+
+def _first_largest(values: Floats, first: Whole, group: Whole) -> Whole:
+    """Of each group of neighbours, the place of the first that is largest."""
+    places = np.where(values >= np.maximum.reduceat(values, first)[group], np.arange(len(values)), len(values))
+    return np.minimum.reduceat(places, first)

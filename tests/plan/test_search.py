@@ -1,0 +1,86 @@
+"""The search against going through everything."""
+
+import pytest
+
+from moestro.config import load_config
+from moestro.config.plan import Workload
+from moestro.errors import MoestroError
+from moestro.graph.convert import workload_of
+from moestro.plan.search import PARALLEL_FROM, SHARE, Candidate, front_of, search
+from moestro.plan.space import Space, plan_of, space_of
+from moestro.predict.predict import device_bytes, predict_step
+from moestro.predict.target import Target, target_of
+
+SMALL = {
+    "tp": (1, 2), "cp": (1,), "pp": (1, 2), "vpp": (1, 2), "ep": (1, 8), "micro_batch_size": (1, 4),
+    "expert_chunks": (1,), "context": ("ring",),
+}  # fmt: skip
+
+
+def workload(name: str = "olmoe-1b-7b", **changes: object) -> Workload:
+    return workload_of(load_config(name).config).model_copy(update={"global_batch_size": 64, **changes})
+
+
+def everything(work: Workload, target: Target, space: Space) -> list[Candidate]:
+    found = []
+    for family in space.families(work):
+        for pipeline in space.pipelines(family, work, 8):
+            for variant in space.variants(family, pipeline.dp):
+                plan = plan_of(family, pipeline, variant, 8)
+                one = predict_step(work, plan, target)
+                found.append(Candidate(one.step_s.value, one.memory.needed, one.memory.total, plan))
+    return found
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-40gb"])
+def test_the_best_and_the_front_are_those_of_all_plans(device: str) -> None:
+    """Also the rule that leaves recomputing families out: it never drops the best."""
+    work, target = workload(), target_of(device, 8)
+    space = space_of(work, 8, 8, SMALL)
+    found = search(work, target, 8, space, keep=5, exact=3)
+    there = device_bytes(target, 8)
+    assert there is not None
+    every = everything(work, target, space)
+    fit = [one for one in every if one.needed_bytes <= SHARE * there]
+    assert [one.step_s for one in found.best] == pytest.approx(sorted(one.step_s for one in fit)[:5])
+    assert found.tally.too_big == len(every) - len(fit), "those that were skipped all fit"
+    expected = front_of(fit)
+    assert found.front[0].step_s == pytest.approx(expected[0].step_s)
+    for one in expected:  # in steps of a MiB, and among plans that were not skipped
+        near = [f for f in found.front if f.step_s <= one.step_s * (1 + 1e-9)]
+        again = one.plan.recompute != "none" or one.plan.expert_recompute
+        assert again or min(f.total_bytes for f in near) <= one.total_bytes + 2**21
+
+
+def test_the_choice_is_simulated_pass_by_pass() -> None:
+    work, target = workload(), target_of("h100-sxm", 8)
+    found = search(work, target, 8, space_of(work, 8, 8, {**SMALL, "pp": (2, 4)}), exact=4)
+    seconds = [one.step_s.value for _, one in found.exact]
+    assert seconds == sorted(seconds)
+    plan, one = found.exact[0]
+    assert one.step_s.value == predict_step(work, plan, target, exact=True).step_s.value
+
+
+def test_several_processes_find_the_same() -> None:
+    work, target = workload(), target_of("h100-sxm", 8)
+    small = {"vpp": (1,), "pp": (1, 2), "schedule": ("1f1b",), "zero": (1,), "cp": (1,), "ep": (1, 8)}
+    space = space_of(work, 8, 8, small)
+    assert len(list(space.families(work))) >= PARALLEL_FROM
+    one, two = (search(work, target, 8, space, exact=1, workers=n) for n in (1, 2))
+    assert [c.step_s for c in one.best] == pytest.approx([c.step_s for c in two.best])
+    assert one.tally == two.tally
+    assert [c.step_s for c in one.front] == pytest.approx([c.step_s for c in two.front])
+
+
+def test_nothing_fits() -> None:
+    work, target = workload("deepseek-v3"), target_of("h100-sxm", 8)
+    space = space_of(work, 8, 8, {**SMALL, "zero": (1,)})
+    least = min(one.needed_bytes for one in everything(work, target, space))
+    with pytest.raises(MoestroError, match=rf"none of .* plans fits: a device has 80.0 GB, .* {least / 1e9:.1f} GB"):
+        search(work, target, 8, space)
+
+
+def test_no_plan_at_all() -> None:
+    work, target = workload(global_batch_size=3), target_of("h100-sxm", 8)
+    with pytest.raises(MoestroError, match="no plan of the search uses 8 devices"):
+        search(work, target, 8, space_of(work, 8, 8, {**SMALL, "pp": (1,), "tp": (1,)}))
