@@ -154,6 +154,12 @@ def _telechat3(progress: Progress) -> PaperResult:
     return run(progress)
 
 
+def _hetermoe(progress: Progress) -> PaperResult:
+    from papers.hetermoe import run
+
+    return run(progress)
+
+
 def _emo(progress: Progress) -> PaperResult:
     from papers.emo import run
 
@@ -270,7 +276,8 @@ PAPERS: dict[str, Paper] = {
         system="MM1",
         title="MM1: Methods, Analysis & Insights from Multimodal LLM Pre-training",
         arxiv="2403.09611",
-        feature='model.encoders with connector = "c_abstractor" and others, format = "media"; preset mm1-3b-moe',
+        feature='model.encoders with connector = "c_abstractor" and others, format = "media"; preset mm1-3b-moe; '
+        "moestro size lr",
         run=_mm1,
     ),
     "uni_moe": Paper(
@@ -369,9 +376,18 @@ PAPERS: dict[str, Paper] = {
         system="TeleChat3",
         title="Training Report of TeleChat3-MoE",
         arxiv="2512.24157",
-        feature="moestro.predict.dry_run: memory of stages from dry runs; moestro predict: pipelines pass by pass; "
-        "preset telechat3-105b",
+        feature="moestro.predict.dry_run: memory of stages from dry runs; moestro.plan.ilp: layers and recomputation "
+        "of each stage; moestro predict: pipelines pass by pass; preset telechat3-105b",
         run=_telechat3,
+    ),
+    "hetermoe": Paper(
+        slug="hetermoe",
+        number=5,
+        system="HeterMoE",
+        title="HeterMoE: Efficient Training of Mixture-of-Experts Models on Heterogeneous GPUs",
+        arxiv="2504.03871",
+        feature="moestro.plan.mixed: attention on fast devices, experts on slow ones, and which experts change sides",
+        run=_hetermoe,
     ),
     "emo": Paper(
         slug="emo",
@@ -388,7 +404,8 @@ PAPERS: dict[str, Paper] = {
         system="Gamer GRPO",
         title="Can A Gamer Train A Mathematical Reasoning Model?",
         arxiv="2506.08935",
-        feature="moestro.config.adapters: how many parameters adapters have; workload.adapter_rank: memory with them",
+        feature="moestro.config.adapters: how many parameters adapters have; workload.adapter_rank: memory with them; "
+        "moestro size budget: what fits",
         run=_gamer_grpo,
     ),
     "affmae": Paper(

@@ -10,12 +10,14 @@ What is reproduced here, on CPU:
   and cost; the cache of latent attention (`deepseek_v3_counts.py`);
 * predicted: published FP8 products, exchanges, processors shared with communication, and a day of serving
   (`deepseek_v3_kernels.py`);
+* placed: replicas of busy experts, on the load balancer's example and against the best placement
+  (`deepseek_v3_eplb.py`);
 * exact: the limit of groups, gates without bias, the sequence-wise loss, the model without its MTP block, decoding from
   latents;
 * trained: balance loss per sequence, per batch, and bias, on sequences of hidden clusters.
 
-What is not: pipeline schedules and their bubbles, the numerics of FP8, replicas of experts (EPLB), and the step's
-breakdown, of which the published bubble is more than the schedule's own.
+What is not: pipeline schedules and their bubbles, the numerics of FP8, and the step's breakdown, of which the published
+bubble is more than the schedule's own.
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from typing import Literal
 
 from moestro.config import BalanceConfig, ModelConfig, MoEConfig, OptimConfig, RouterConfig
 from papers.deepseek_v3_counts import check_cache, check_cost, check_flops, check_rate, check_size
+from papers.deepseek_v3_eplb import check_best, check_example
 from papers.deepseek_v3_exact import check_absorbed, check_bias, check_groups, check_mtp, check_sequence_loss
 from papers.deepseek_v3_kernels import KERNEL_CHECKS
 from papers.jobs import run_jobs
@@ -82,6 +85,8 @@ def run(progress: Progress) -> PaperResult:
         check_mtp(),
         check_absorbed(),
         *(check() for check in KERNEL_CHECKS),
+        check_example(),
+        check_best(),
         check_scope(curves),
     )
     return PaperResult(checks, figures(curves))

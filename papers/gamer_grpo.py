@@ -4,9 +4,9 @@ The claim: a model of 1.5 billion parameters, trained with adapters (LoRA) and g
 one gaming GPU of 16 GB in about a day, does as well in mathematics as models several times larger.
 
 What is reproduced here, by arithmetic and one small simulation: how many parameters the adapters have (paper and code
-disagree), what a step needs of the 14 GB in use, how many groups of completions have no gradient at all, and what of
-the published scores is the training's. What is not: the training itself, and the mode that finds the largest model and
-batch for a given memory, which are work for later versions; the evaluations, which need the model.
+disagree), what a step needs of the 14 GB in use and what else 16 GB would hold, how many groups of completions have no
+gradient at all, and what of the published scores is the training's. What is not: the training itself, which is work for
+later versions; the evaluations, which need the model.
 """
 
 import math
@@ -20,7 +20,9 @@ from moestro.config.model import ModelConfig
 from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
 from moestro.hardware.catalog import load_device
+from moestro.plan.budget import Most, within
 from moestro.predict.memory import memory_of
+from moestro.predict.target import Target, target_of
 from moestro.predict.words import MemoryBreakdown
 from papers.result import Check, PaperResult, Progress, verdict_of
 
@@ -41,6 +43,8 @@ TOKENS = PROMPT + COMPLETION
 PAPER_BATCH, CODE_BATCH, ACCUMULATED = 1, 4, 4
 ADAPTERS, ADAPTER_SHARE = 18e6, 0.011
 IN_USE, WEIGHTS = 14e9, 3e9  # bytes
+CARD_GB = 16.0
+CARD = "rtx-3090"  # of the same generation; its memory is set to the card's
 GROUP = 2  # completions of a prompt, in the code
 OTHER_GROUP = 8
 ACCURACIES = (0.3, 0.72, 0.9)
@@ -59,6 +63,7 @@ def run(progress: Progress) -> PaperResult:
         check_adapters(),
         check_weights(),
         check_in_use(memory),
+        check_budget(),
         check_signal(),
         check_signal_simulated(),
         check_gain(),
@@ -144,6 +149,35 @@ def check_in_use(memory: dict[int, MemoryBreakdown]) -> Check:
         f"are among them), weights {code.weights / 1e9:.1f}, framework {code.framework / 1e9:.1f}. A plain step of an "
         f"adapter's training; the difference would be {rest:.0f} more fp32 copies of the logits. What GRPO adds, "
         "completions made and logits of the frozen base, and blocks the allocator keeps, are not modelled here.",
+    )
+
+
+def _largest(adapter_rank: int | None, target: Target) -> dict[str, Most]:
+    """What fits the card without recomputation, with adapters or (None) with all weights trained."""
+    workload = _workload(CODE_BATCH).model_copy(update={"adapter_rank": adapter_rank})
+    rows = within(workload, Plan(micro_batch_size=CODE_BATCH), target, CARD_GB).rows
+    return {row.what: row for row in rows if row.recompute == "none"}
+
+
+def check_budget() -> Check:
+    target = target_of(CARD)
+    adapted, full = _largest(RANK, target), _largest(None, target)
+    assert adapted["model"].size
+
+    def told(rows: dict[str, Most]) -> str:
+        model = f"{rows['model'].size / 1e9:.1f} B parameters" if rows["model"].size else "no model of the family"
+        return f"batch of {rows['batch'].size}, context of {rows['context'].size:,}, {model}"
+
+    return Check(
+        claim=f"A card of {CARD_GB:g} GB trains 1.5 B parameters with adapters, and not without",
+        published=f"adapters of rank {RANK} on one card of {CARD_GB:g} GB; full training was not tried",
+        ours=f"with adapters: {told(adapted)}; all weights: {told(full)}",
+        how="simulated",
+        verdict=verdict_of((adapted["batch"].size >= CODE_BATCH, full["batch"].size == 0)),
+        note="`moestro size budget`: the largest of each with the others as they are (batches of "
+        f"{CODE_BATCH}, {TOKENS} tokens, this model; contexts in batches of one), without recomputation; models are "
+        "this one's widths and depth scaled. Kernels are not fused. Completions that GRPO makes need memory beside "
+        "this.",
     )
 
 

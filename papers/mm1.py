@@ -10,10 +10,10 @@ What is reproduced here, on CPU:
 * exact: encoders and connectors at the published shapes, the mixture, pictures of a higher resolution
   (mm1_exact.py);
 * computed: the learning rates of the published law, the token budget, the share of feed-forwards that the sizes of the
-  mixtures imply.
+  mixtures imply;
+* simulated: how well searches on small models tell the rate of one 25 times as large.
 
-What is not: any benchmark's accuracy, which takes the encoders, the data and 4·10¹¹ tokens; extrapolating a learning
-rate as a command, and the encoders' FLOPs in a model of performance, which this release does not have.
+What is not: any benchmark's accuracy, which takes the encoders, the data and 4·10¹¹ tokens.
 """
 
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ from papers.mm1_exact import (
     check_budget,
     check_connectors,
     check_encoders,
+    check_extrapolation,
     check_learning_rates,
     check_mixture,
     check_resolution,
@@ -149,6 +150,7 @@ def run(progress: Progress) -> PaperResult:
         check_each_connector(losses),
         check_connector_spread(losses),
         check_learning_rates(),
+        check_extrapolation(),
         check_budget(),
         check_share(),
         check_sizes(),

@@ -18,8 +18,10 @@ from moestro.cli import (
     lint,
     measure,
     papers,
+    plan,
     predict,
     report,
+    size,
     train,
     validate,
 )
@@ -32,7 +34,9 @@ app.add_typer(hardware.app, name="hardware")
 app.add_typer(measure.app, name="measure")
 app.command("doctor")(doctor.doctor)
 app.command("predict", no_args_is_help=True)(predict.predict)
+app.command("plan", no_args_is_help=True)(plan.plan)
 app.command("validate")(validate.validate)
+app.add_typer(size.app, name="size")
 app.command("train", no_args_is_help=True)(train.train)
 app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)

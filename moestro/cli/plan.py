@@ -35,13 +35,13 @@ def plan(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Search all layouts of a run for the fastest that fits in memory, and say why it is. docs/planning.md tells more."""
+    """Search all layouts of a run for the fastest that fits in memory, and say why. docs/planning.md tells more."""
     from moestro.cli.asked import keep_curves, read_workload, target_asked
     from moestro.plan.file import write_plan
     from moestro.plan.search import default_workers, search
     from moestro.plan.space import space_of
 
-    config, workload, given = read_workload(preset, overrides or ())
+    _, workload, given = read_workload(preset, overrides or ())
     target = target_asked(hardware, profile, devices)
     count = devices or target.devices or (1 if target.host_computes else target.place.device.devices_per_node or 1)
     values = {name: tuple(value) if isinstance(value, list) else (value,) for name, value in given.items()}

@@ -12,25 +12,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from moestro.config.plan import Plan, Workload
     from moestro.predict.disaggregate import Split, Work
     from moestro.predict.service import Service, Width
-    from moestro.predict.target import Target
-    from moestro.predict.words import TimeBreakdown
 
 WIDTH = 110
 APART = "apart (AF-Pipe)"
-
-
-def serving(
-    text: str, workload: "Workload", plan: "Plan", target: "Target", usd_per_hour: float | None
-) -> "tuple[Service, list[Width]]":
-    """What --serving asks for, on the devices of the plan."""
-    from moestro.predict.service import parse_demand, serve, widths
-
-    demand, tp = parse_demand(text)
-    found = serve(workload, target, plan.world_size, demand, tp, usd_per_hour)
-    return found, widths(workload, plan, target, found)
 
 
 def serving_tree(found: "Service", others: "Sequence[Width]") -> dict[str, Any]:
@@ -74,7 +60,11 @@ def _serving_table(found: "Service") -> "Table":
     table.add_row("at most", f"{most:.3g} requests/s", f"{si(most * output)} tokens/s, if decoding kept to its floor")
     if found.least_usd_per_million is not None:
         now = MISSING if found.usd_per_million is None else f"${found.usd_per_million:,.2f}"
-        table.add_row("cost", now, f"a million tokens of answers; ${found.least_usd_per_million:,.2f} at the most")
+        table.add_row(
+            "cost",
+            now,
+            f"a million tokens of answers; ${found.least_usd_per_million:,.2f} with as many requests as that",
+        )
     room = f"{found.cache_bytes / 1e6:,.0f} MB of caches a sequence: room for {plural(found.most_batch, 'sequence')}"
     table.add_row("memory", f"{found.weight_bytes / 1e9:,.1f} GB", f"of weights a replica, {room}")
     return table
@@ -92,14 +82,6 @@ def _width_table(others: "Sequence[Width]") -> "Table":
         step = MISSING if width.training_s is None else duration(width.training_s)
         table.add_row(name, step, _time(width.prefill_s), _time(width.token_s))
     return table
-
-
-def disaggregated(text: str, time: "TimeBreakdown", devices: int) -> "tuple[Work, Split]":
-    """What --disaggregate asks for: the split given, or the best."""
-    from moestro.predict.disaggregate import best_split, parse_split, work_of
-
-    work = work_of(time)
-    return work, parse_split(text, devices) or best_split(work, devices)
 
 
 def disaggregated_tree(work: "Work", split: "Split") -> dict[str, Any]:

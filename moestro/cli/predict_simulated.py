@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moestro.errors import MoestroError
@@ -12,10 +11,8 @@ from moestro.report.text import MISSING, duration, percent
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moestro.config.plan import Plan, Workload
     from moestro.predict.clock import RankTime
     from moestro.predict.simulate import Simulation
-    from moestro.predict.target import Target
 
 WIDTH = 110
 MOST_ROWS = 16  # ranks that are shown
@@ -26,32 +23,19 @@ def parse_slow(texts: Sequence[str]) -> dict[int, float]:
     """RANK=FACTOR of each.
 
     Raises:
-        MoestroError: it is not that.
+        MoestroError: it is not that, or a rank is named twice.
     """
-    found = {}
+    found: dict[int, float] = {}
     for text in texts:
         rank, _, factor = text.partition("=")
         try:
-            found[int(rank)] = float(factor)
+            number, times = int(rank), float(factor)
         except ValueError:
             raise MoestroError(f"--slow {text}: write RANK=FACTOR, as 3=1.5 for pipeline rank 3") from None
+        if number in found:
+            raise MoestroError(f"--slow {text}: pipeline rank {number} has a factor already")
+        found[number] = times
     return found
-
-
-def simulated(workload: "Workload", plan: "Plan", target: "Target", slow: Mapping[int, float]) -> "Simulation":
-    from moestro.predict.simulate import simulate_on
-
-    return simulate_on(workload, plan, target, slow)
-
-
-def write_streams(path: Path, found: "Simulation") -> None:
-    import json
-
-    from moestro.config.files import write_whole
-    from moestro.predict.perfetto import step_trace
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(step_trace(found)))
 
 
 def simulated_tree(found: "Simulation", composed_s: float) -> dict[str, Any]:

@@ -23,8 +23,11 @@ def predict_program(
     """Trace "module:function", price it, print it, and write its timeline where one is wanted."""
     import json
 
+    from moestro.cli.asked import keep_curves
+    from moestro.cli.predict_files import write_events
     from moestro.cli.predict_tables import print_traced
     from moestro.graph.trace import trace_program
+    from moestro.predict.perfetto import stage_trace
     from moestro.predict.predict import predict_traced
     from moestro.predict.replay import replay
 
@@ -36,9 +39,10 @@ def predict_program(
         others = (trace_program(name, world, 0, config, recorded, seed * 1000) for seed in range(1, DRAWS))
         seconds += [predict_traced(other.graph, target).total for other in others]
     line = None if target.host_computes and not timelines else replay(traced, target)
+    keep_curves(target)
     for path in timelines:
         assert line is not None
-        _write(path, line)
+        write_events(path, stage_trace(line))
     if as_json:
         typer.echo(json.dumps(_tree(traced, target, time, seconds, line), indent=1))
         return
@@ -148,13 +152,3 @@ def _tree(
         "memory_bytes": asdict(traced.memory),
         "steps": traced.steps,
     }
-
-
-def _write(path: Path, line: "Timeline") -> None:
-    import json
-
-    from moestro.config.files import write_whole
-    from moestro.predict.perfetto import stage_trace
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(stage_trace(line)))

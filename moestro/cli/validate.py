@@ -92,7 +92,7 @@ def summary(found: "Validation") -> dict[str, Any]:
     """Errors as plain data: shares of the measured time."""
     from dataclasses import asdict
 
-    from moestro.predict.validate import group, groups
+    from moestro.predict.validate import coverage, group, groups
 
     complete = found.complete()
     return {
@@ -100,6 +100,7 @@ def summary(found: "Validation") -> dict[str, Any]:
         "all": asdict(group("all", found.rows)),
         "complete": asdict(group("complete", complete)) if complete else None,
         **{f"by_{name}": [asdict(one) for one in groups(found.rows, key)] for name, key in _tables().items()},
+        "inside_interval": coverage(found.rows),
         "unusable": dict(found.unusable.most_common()),
         "failed": dict(found.failed.most_common()),
     }
@@ -108,7 +109,7 @@ def summary(found: "Validation") -> dict[str, Any]:
 def _print(found: "Validation") -> None:
     from rich.console import Console
 
-    from moestro.predict.validate import group, groups
+    from moestro.predict.validate import coverage, group, groups
 
     console = Console(highlight=False, width=max(100, Console().width))
     how = "with constants fitted to all other sources" if found.held_out else "with the shipped constants"
@@ -122,6 +123,9 @@ def _print(found: "Validation") -> None:
     if complete and len(complete) < len(found.rows):
         whole.append(group("of them complete", complete))
     _print_groups(console, "", whole, style="bold")
+    inside = coverage(found.rows)
+    if inside is not None:
+        console.print(f"{inside:.0%} of the runs lie in 80 % intervals made of the errors of all other sources")
     for what, reasons in (("not used", found.unusable), ("not priced", found.failed)):
         if reasons:
             shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))

@@ -3,13 +3,18 @@
 import os
 from pathlib import Path
 
+from moestro.errors import MoestroError
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write UTF-8 text under a temporary name beside `path`, which it replaces when it is complete.
 
     Raises:
+        MoestroError: `path` is a folder or a device, which a file must not replace.
         OSError: no such folder, no right to write there, or a full disk; then an older file is as it was.
     """
+    if path.exists() and not path.is_file():
+        raise MoestroError(f"{path} is {'a folder' if path.is_dir() else 'no file'}; give the name of a file to write")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

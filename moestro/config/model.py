@@ -239,6 +239,11 @@ class ModelConfig(Section):
             return self.moe.top_k * self.moe.granularity
         return self.moe.top_k[sum(self.moe_layers[: min(layer, self.num_layers - 1)])] * self.moe.granularity
 
+    @property
+    def largest_top_k(self) -> int:
+        """Of all blocks with experts, the most experts per token."""
+        return max(self.top_k_of_layer(layer) for layer, routed in enumerate(self.moe_blocks) if routed)
+
 
 @lru_cache(maxsize=256)
 def _mixtures(num_layers: int, first: int, every: int) -> tuple[bool, ...]:

@@ -107,6 +107,7 @@ class Plan(Section):
     # layer but its input. `recompute_layers`: of how many layers of a stage (None: all).
     recompute: Literal["none", "selective", "block"] = "none"
     recompute_layers: int | None = Field(None, ge=0)
+    recompute_per_stage: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # of each of pp · vpp stages, instead
     expert_chunks: Size = 1
     expert_recompute: bool = False
     # all_to_all: a copy for each (token, expert). deduplicated: a copy for each (token, rank), summed on the way back.
@@ -143,6 +144,8 @@ class Plan(Section):
             raise ValueError('dispatch = "two_hop" needs ranks_per_node')
         if self.vpp > 1 and self.schedule == "1f1b":
             raise ValueError(f'vpp = {self.vpp} needs schedule = "interleaved" (or another with several chunks a rank)')
+        if self.recompute_layers is not None and self.recompute_per_stage is not None:
+            raise ValueError("recompute_layers and recompute_per_stage say the same thing: give one of them")
         if self.shard is not None and self.dp * self.cp % self.shard:
             raise ValueError(f"shard = {self.shard} does not divide dp · cp = {self.dp * self.cp}")
         return self
@@ -170,6 +173,8 @@ def misfits(workload: Workload, plan: Plan) -> list[str]:
         found.append(f"ep = {plan.ep} does not divide num_experts = {model.moe.resolved_num_experts}")
     if plan.layers_per_stage is not None and len(plan.layers_per_stage) != plan.pp * plan.vpp:
         found.append(f"layers_per_stage has {len(plan.layers_per_stage)} numbers for {plan.pp * plan.vpp} stages")
+    if plan.recompute_per_stage is not None and len(plan.recompute_per_stage) != plan.pp * plan.vpp:
+        found.append(f"recompute_per_stage has {len(plan.recompute_per_stage)} numbers for {plan.pp * plan.vpp} stages")
     if plan.in_flight is not None and (plan.schedule != "1f1b" or len(plan.in_flight) != plan.pp):
         found.append(f"in_flight has {len(plan.in_flight)} numbers; it goes with 1f1b, one for each of {plan.pp} ranks")
     if plan.layers_per_stage is not None and sum(plan.layers_per_stage) != model.num_layers:

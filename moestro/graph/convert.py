@@ -138,6 +138,7 @@ def _refuse(plan: Plan) -> None:
         f"zero = {plan.zero} among one reading rank": sharded and plan.shard_ranks // plan.cp == 1,
         "recompute = 'selective'": plan.recompute == "selective",
         "recompute_layers": plan.recompute_layers is not None and plan.recompute != "none",
+        "recompute_per_stage": plan.recompute_per_stage is not None and plan.recompute != "none",
         f"gradient_dtype = {plan.gradient_dtype!r}": plan.gradient_dtype != "fp32",
         "bucket_bytes": plan.bucket_bytes is not None,
         f"offload = {plan.offload!r}": plan.offload != "none",

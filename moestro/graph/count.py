@@ -27,7 +27,7 @@ def count_step(workload: Workload, plan: Plan) -> StepGraph:
     last = plan.pp * plan.vpp - 1
     send = float(pieces.local * stream_bytes(workload))
     for index, layers in enumerate(split_layers(model.num_layers, plan)):
-        again = _recomputed(model, plan, layers, index == last)
+        again = _recomputed(model, plan, index, layers)
         runs, parameters, saved = pieces.stage(layers, index == 0, index == last, plan.pp > 1, again)
         sent = 0.0 if index == last else send
         stages.append(Stage(index, rank_of(index, plan), tuple(layers), parameters, saved, runs, sent))
@@ -60,12 +60,13 @@ def rank_of(stage: int, plan: Plan) -> int:
     return stage % plan.pp
 
 
-def _recomputed(model: ModelConfig, plan: Plan, layers: range, last: bool) -> int:
+def _recomputed(model: ModelConfig, plan: Plan, stage: int, layers: range) -> int:
     """Of how many layers of a stage; those of multi-token prediction come last."""
     if plan.recompute == "none":
         return 0
-    there = len(layers) + (model.num_blocks - model.num_layers if last else 0)
-    return there if plan.recompute_layers is None else min(plan.recompute_layers, there)
+    there = len(layers) + (model.num_blocks - model.num_layers if stage == plan.pp * plan.vpp - 1 else 0)
+    most = plan.recompute_layers if plan.recompute_per_stage is None else plan.recompute_per_stage[stage]
+    return there if most is None else min(most, there)
 
 
 def _rank_steps(workload: Workload, plan: Plan, stages: list[Stage], pieces: Pieces) -> tuple[RankStep, ...]:

@@ -74,6 +74,9 @@ def _experts(tape: Tape, moe: MoEConfig, local: int, top_k: int, outer: int) -> 
         if tape.ours:  # the choices and their weights
             tape.save(12 * local * top_k, width=1)
     _hold_experts(tape, moe, outer)
+    if tape.ours:  # in backward: weights in 16 bits and their gradients, a row's gradients before and after its place
+        rows = _copies(moe, plan, local / plan.expert_chunks, top_k)
+        tape.transient += tape.expert * (4 + (tape.width if tape.width < 4 else 0)) + 2 * tape.width * rows * outer
 
 
 def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) -> None:
@@ -104,8 +107,9 @@ def _chunk(tape: Tape, moe: MoEConfig, tokens: float, top_k: int, outer: int) ->
                 came = plan.ep * tokens
             tape.save(came * outer)
             if plan.ep > 1:  # what travelled with them, where they came from, and all of their choices in order
-                tape.save(_packing(tape, came, outer, top_k)[0] * (plan.dispatch != "all_gather"), width=1)
-                tape.save(16 * came + 8 * (came * top_k - rows), width=1)
+                if plan.dispatch != "all_gather":
+                    tape.save(_packing(tape, came, outer, top_k)[0] + 16 * came, width=1)
+                tape.save(8 * (came * top_k - rows), width=1)
     else:
         tape.save(rows * outer)
         tape.activation("experts", rows, width, matrices)

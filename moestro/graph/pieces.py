@@ -20,7 +20,8 @@ from moestro.graph.words import Collective, Dimension, Matrices, Node, Parameter
 OUTSIDE_WORKLOAD = frozenset(("global_batch_size", "optimizer", "routing", "software"))
 OUTSIDE_PLAN = frozenset(
     ("pp", "dp", "zero", "shard", "schedule", "vpp", "layers_per_stage", "recompute_layers", "bucket_bytes", "offload")
-)
+) | {"recompute_per_stage"}
+LOSS_ELEMENTS = 2**26  # of the logits that our loss makes at a time
 MOST_KEYS = 1024  # kept; a search over plans needs a few dozen
 
 
@@ -92,7 +93,7 @@ class Pieces:
         runs = self._stages[key]
         besides = self.besides(first, last, cut, again > 0)
         if (runs, besides) not in self._sums:
-            self._sums[runs, besides] = _parameters(runs), _saved(runs, besides)
+            self._sums[runs, besides] = _parameters(runs), _saved(runs, besides, self.workload.trainer == "moestro")
         return runs, *self._sums[runs, besides]
 
     def besides(self, first: bool, last: bool, cut: bool, recomputes: bool) -> float:
@@ -232,6 +233,8 @@ class Pieces:
             tape.memory("loss", "cross entropy", rows * vocab, 3, 0, launches=4)
             tape.save(rows * hidden, width=4 if model.head_fp32 else None)  # both gradients are made in forward
             tape.save(vocab * hidden, width=4)
+            if tape.ours:
+                tape.transient += _of_loss(rows, vocab, hidden, tape.width)
             return
         tape.save(self.local * hidden)
         tape.enter_tensor("head", self.tokens, hidden)
@@ -340,11 +343,21 @@ def _parameters(runs: tuple[Run, ...]) -> Parameters:
     return add_parameters([(run.piece.parameters, run.times) for run in runs])
 
 
-def _saved(runs: tuple[Run, ...], once: float) -> Saved:
-    """once: bytes that the stage keeps besides its pieces."""
+def _of_loss(rows: int, vocab: int, hidden: int, width: int) -> float:
+    """Bytes that our loss needs while it works on a block of rows: the head in 16 bits, the block's share of the
+    head's gradient, logits in both types, their softmax, and the block itself."""
+    block = min(rows, max(LOSS_ELEMENTS // vocab, 64))
+    if width == 4:
+        return float(8 * block * vocab)
+    return float(2 * width * vocab * hidden + (8 + width) * block * vocab + width * block * hidden)
+
+
+def _saved(runs: tuple[Run, ...], once: float, ours: bool) -> Saved:
+    """once: bytes that the stage keeps besides its pieces. ours: what comes and goes in a layer that is computed again
+    comes on top of what it then keeps."""
     saved = once + sum(run.piece.saved * run.times for run in runs)
     spared = sum((run.piece.saved - run.piece.kept) * run.recomputed for run in runs)
-    again = (run.piece.saved - run.piece.kept for run in runs if run.recomputed)
+    again = (run.piece.saved - run.piece.kept + run.piece.transient * ours for run in runs if run.recomputed)
     most = max((*again, *(run.piece.transient for run in runs)), default=0.0)
     return Saved(saved - spared, saved, most)
 

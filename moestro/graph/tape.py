@@ -139,6 +139,8 @@ class Tape:
         detached: nothing before the input learns from it. With adapters the weight is frozen: instead of its gradient
         there are two thin products.
         """
+        if self.ours and self.width == 2 and dtype is None and part != "head":
+            self.saved += float(2 * batch * n * k * self.repeat)  # the weight in 16 bits, made for each micro-batch
         dtype = dtype or self.workload.precision
         self.forward.append(self._product("gemm", part, name, (batch, m, n, k), dtype))
         if not detached:

@@ -1,9 +1,9 @@
 """What misaligned widths cost: factors on the time of products, by rule or as measured, and a step priced with them.
 
-The shipped records hold aligned products only, so the curves of a device say nothing of n = 10,922. The rule does: below
-16 bytes (no vector load, no tensor-memory copy) a product takes as much longer as the one published pair says, and is
-told to be a multiple of 128 bytes, as the rules of arXiv 2401.14489 have it for every device since the A100. A measured
-profile with a sweep over neighbouring widths stands in the place of both.
+The shipped records hold aligned products only, so the curves of a device say nothing of n = 10,922. The rule does: with
+rows that begin off multiples of 16 bytes a product takes as much longer as the one published pair says; and widths are
+asked to be multiples of 128 bytes, as arXiv 2401.14489 has it for devices since the A100. A measured profile with a
+sweep over neighbouring widths stands in the place of both.
 """
 
 from collections.abc import Iterable, Mapping

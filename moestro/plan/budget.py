@@ -25,8 +25,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "block")
 
 @dataclass(frozen=True)
 class Most:
-    """what: how far one size may go with all else as it is. size: of a micro-batch in sequences, of a context in tokens,
-    of a model in parameters; 0: not even the smallest fits. more: it was not followed further."""
+    """How far one size may go with all else as it is. size: of a micro-batch in sequences, of a context in tokens, of a
+    model in parameters; 0: not even the smallest fits. more: it was not followed further."""
 
     what: Literal["batch", "context", "model"]
     recompute: Recompute

@@ -6,28 +6,30 @@ A family's pieces are counted and priced once; then all its pipelines and varian
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moestro.config.plan import Plan, Workload
-from moestro.graph.pieces import add_parameters, pieces_of, sharded_passes
+from moestro.graph.pieces import Pieces, add_parameters, pieces_of, sharded_passes
 from moestro.graph.step import rank_step
 from moestro.graph.tape import stream_bytes
 from moestro.graph.words import Piece
-from moestro.plan.frame import Floats, Frame, Kinds, Signatures, Whole, frame_of
+from moestro.plan.frame import Floats, Frame, Kinds, Part, Signatures, Whole, frame_of, part_of
 from moestro.plan.held import held_bytes, passing_bytes
 from moestro.plan.space import Family, Pipeline, Space, Variant, values_of
 from moestro.predict.constants import Constants
 from moestro.predict.costs import Cost, Pricer
 from moestro.predict.many import bubbles
-from moestro.predict.memory import kept_bytes, outside_bytes
+from moestro.predict.memory import enough, kept_bytes, outside_bytes
 from moestro.predict.predict import target_pricer
+from moestro.predict.step import joins
 from moestro.predict.target import Target
 
 # Of a pass: what its kernels take, the host, collectives that nothing hides, and those that may hide.
 COMPUTE, HOST, BLOCKS, HIDES = range(4)
 PLAIN = Plan()
+WHOLE = Variant(0, None, "none", None, True, True)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,17 @@ class Batch:
     total_bytes: Floats
 
 
+class _Base(NamedTuple):
+    """A family before weights are split. own: its pieces by kind. rows: [4, kinds, 4], seconds of forward, what is
+    recomputed, backward and weight of one of each. pricers: by pp."""
+
+    family: Family
+    pieces: Pieces
+    own: list[Piece | None]
+    rows: Floats
+    pricers: dict[int, Pricer]
+
+
 @dataclass
 class Evaluator:
     """Of one workload on so many devices of a target whose host does not compute."""
@@ -55,60 +68,88 @@ class Evaluator:
     constants: Constants = field(init=False)
     _signatures: Signatures | None = None
     _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
+    _parts: dict[tuple[Pipeline, bool], Part] = field(default_factory=dict)
     _once: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
     _kept: dict[tuple[Any, ...], Floats] = field(default_factory=dict)
+    _shards: dict[tuple[Any, ...], Floats] = field(default_factory=dict)
     _flags: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.constants = self.target.constants_for(self.workload, self.devices)
 
     def batches(self, family: Family, space: Space) -> list[Batch]:
-        """All plans of a family. Variants that split weights make pieces of their own for each number of ranks."""
+        """All plans of a family. Variants that split weights send them within the passes, so those stand apart for each
+        number of data ranks."""
         pipelines = list(space.pipelines(family, self.workload, self.devices))
-        alike: dict[tuple[Any, ...], tuple[list[Pipeline], list[Variant]]] = {}
+        if not pipelines:
+            return []
+        alike: dict[tuple[Any, ...], tuple[list[Pipeline], list[Variant], bool]] = {}
         for dp in dict.fromkeys(pipeline.dp for pipeline in pipelines):
             here = [pipeline for pipeline in pipelines if pipeline.dp == dp]
             apart: dict[Variant | None, list[Variant]] = {}
             for variant in space.variants(family, dp):
                 own = self._sharded(family, here[0], variant)
-                apart.setdefault(variant if own else None, []).append(variant)
+                apart.setdefault(variant if own or variant.zero == 3 else None, []).append(variant)
             for own_variant, variants in apart.items():
                 key = (own_variant, dp) if own_variant else tuple(variants)
-                alike.setdefault(key, ([], variants))[0].extend(here)
-        return [self._batch(family, tuple(some), tuple(variants)) for some, variants in alike.values()]
+                alike.setdefault(key, ([], variants, own_variant is not None))[0].extend(here)
+        base = self._base(family, pipelines)
+        return [
+            self._batch(base, tuple(some), tuple(variants), splits_weights)
+            for some, variants, splits_weights in alike.values()
+        ]
 
-    def _batch(self, family: Family, pipelines: tuple[Pipeline, ...], variants: tuple[Variant, ...]) -> Batch:
-        plan = self._plan(family, pipelines[0], variants[0])
+    def _base(self, family: Family, pipelines: Sequence[Pipeline]) -> _Base:
+        plan = self._plan(family, pipelines[0], WHOLE)
         pieces = pieces_of(self.workload, plan)
         if self._signatures is None:
             self._signatures = Signatures(Kinds(self.workload, pieces))
-        frame = self._frame(pipelines, family.recompute != "none")
         own = self._signatures.kinds.pieces(pieces)
-        counts, again = self._signatures.counts, self._signatures.again
         pricers = self._pricers(family, pipelines)
-        passes = self._passes(own, counts, again, next(iter(pricers.values())))
-        seconds = _seconds(passes, self.constants)  # [signatures, 3]
-        per_rank = _by_rank(frame, seconds.sum(axis=1)[frame.stage_signature])
-        slowest = _first_largest(per_rank, frame.first_rank, frame.rank_pipeline)
-        sent = float(pieces.local * stream_bytes(self.workload))
-        send = [(p.pp - 1) * pricers[p.pp].network.send_s(sent if p.pp > 1 else 0.0) for p in pipelines]
-        busy = per_rank[slowest]
-        weight = _by_rank(frame, seconds[frame.stage_signature, 2])
-        step = frame.micro_batches * busy + bubbles(
-            [p.schedule if p.pp > 1 else "1f1b" for p in pipelines],
-            frame.vpp,
-            np.add.reduceat(per_rank, frame.first_rank) - busy,
-            np.add.reduceat(weight, frame.first_rank) - weight[slowest],
-            np.array(send) * self.constants.between,
+        rows = np.zeros((4, len(own), 4))
+        pricer = next(iter(pricers.values()))  # what is sent inside a layer stays between neighbours with all of them
+        for number, piece in enumerate(own):
+            if piece is not None:
+                for which, cost in enumerate(pricer.piece(piece)):
+                    rows[which, number] = _row(cost, self.constants)
+        return _Base(family, pieces, own, rows, pricers)
+
+    def _batch(
+        self, base: _Base, pipelines: tuple[Pipeline, ...], variants: tuple[Variant, ...], splits_weights: bool
+    ) -> Batch:
+        assert self._signatures is not None
+        family, own = base.family, base.own
+        frame = self._frame(pipelines, family.recompute != "none")
+        counts, again = self._signatures.counts, self._signatures.again
+        forward, recompute, backward, last = base.rows
+        if splits_weights:
+            more = self._shard_rows(base, pipelines[0], variants[0])
+            forward, backward = forward + more[0], backward + more[1]
+        passes = np.stack([counts @ forward, again @ recompute + counts @ backward, counts @ last], axis=1)
+        plan, mirror = self._plan(family, pipelines[0], variants[0]), _mirror(frame)
+        per_rank, back, weight = (
+            (values + values[mirror]) / 2
+            for values in (_by_rank(frame, seconds) for seconds in _unit_seconds(frame, passes, plan, self.constants))
         )
+        slowest = _first_largest(per_rank, frame.first_rank, frame.rank_pipeline)
+        sent = float(base.pieces.local * stream_bytes(self.workload))
+        send = [(p.pp - 1) * base.pricers[p.pp].network.send_s(sent if p.pp > 1 else 0.0) for p in pipelines]
+        waits = bubbles(
+            [p.schedule if p.pp > 1 else "1f1b" for p in pipelines],
+            np.array([p.pp for p in pipelines], dtype=np.float64),
+            frame.vpp,
+            *(np.add.reduceat(ranks, frame.first_rank) - ranks[slowest] for ranks in (per_rank, back, weight)),
+        )
+        step = frame.micro_batches * per_rank[slowest] + waits + 2 * np.array(send) * self.constants.between
         compute = passes[:, :, COMPUTE]
-        behind = [_by_rank(frame, c[frame.stage_signature])[slowest] for c in (compute[:, 1:].sum(1), compute[:, 0])]
-        once = self._once_s(family, frame, variants, own, counts, slowest, behind, pricers)
+        hiding = [_by_rank(frame, c[frame.stage_signature]) for c in (compute[:, 1:].sum(1), compute[:, 0])]
+        behind = [((ranks + ranks[mirror]) / 2)[slowest] for ranks in hiding]
+        once = self._once_s(base, frame, variants, counts, slowest, behind)
         sizes = {p.pp: p for p in pipelines}
-        kept = {pp: [self._kept_bytes(family, p, variant, own) for variant in variants] for pp, p in sizes.items()}
+        kept = {pp: [self._kept_bytes(base, p, variant) for variant in variants] for pp, p in sizes.items()}
         outside = {pp: self._outside(family, p, variants[0]) for pp, p in sizes.items()}
         offload = [variant.offload == "activations" for variant in variants]
-        besides = self._signatures.besides(pieces)
+        besides = self._signatures.besides(base.pieces)
         passing = passing_bytes(self.workload, plan, frame, own, counts, again, besides)
         needed, total = held_bytes(frame, counts, passing, kept, outside, offload)
         return Batch(family, pipelines, variants, step[:, None] + once + self.constants.step_s, needed, total)
@@ -126,32 +167,45 @@ class Evaluator:
     def _frame(self, pipelines: tuple[Pipeline, ...], recomputes: bool) -> Frame:
         key = pipelines, recomputes
         if key not in self._frames:
-            assert self._signatures is not None
-            self._frames[key] = frame_of(pipelines, recomputes, self._signatures)
+            self._frames[key] = frame_of(pipelines, [self._part(pipeline, recomputes) for pipeline in pipelines])
         return self._frames[key]
+
+    def _part(self, pipeline: Pipeline, recomputes: bool) -> Part:
+        """More micro-batches than show the peak of memory change nothing in it."""
+        assert self._signatures is not None
+        few = enough(pipeline.schedule, pipeline.micro_batches, pipeline.pp, pipeline.vpp)
+        if pipeline.schedule == "interleaved":
+            few -= few % pipeline.pp
+        key = pipeline._replace(dp=1, micro_batches=few), recomputes
+        if key not in self._parts:
+            self._parts[key] = part_of(pipeline, recomputes, self._signatures)
+        return self._parts[key]
 
     def _pricers(self, family: Family, pipelines: Sequence[Pipeline]) -> dict[int, Pricer]:
         """By pp. Pieces cost the same with all of them: what is sent inside a layer stays between neighbours."""
         plans = {p.pp: PLAIN.model_copy(update={**family._asdict(), "pp": p.pp, "dp": p.dp}) for p in pipelines}
         return {pp: target_pricer(self.workload, plan, self.target) for pp, plan in plans.items()}
 
-    def _passes(self, pieces: Sequence[Piece | None], counts: Floats, again: Floats, pricer: Pricer) -> Floats:
-        """[signatures, 3 passes, 4]: seconds of forward, backward with recomputation, weight."""
-        rows = np.zeros((4, len(pieces), 4))  # forward, again, backward, weight
-        for number, piece in enumerate(pieces):
-            if piece is not None:
-                for which, cost in enumerate(pricer.piece(piece)):
-                    rows[which, number] = _row(cost, self.constants)
-        return np.stack([counts @ rows[0], again @ rows[1] + counts @ rows[2], counts @ rows[3]], axis=1)
+    def _shard_rows(self, base: _Base, pipeline: Pipeline, variant: Variant) -> Floats:
+        """[2, kinds, 4]: what gathers of weights and scatters of gradients add to forward and backward."""
+        key = _layout(base.family), pipeline.pp, pipeline.dp, variant
+        if key not in self._shards:
+            assert self._signatures is not None
+            plan, pricer = self._plan(base.family, pipeline, variant), base.pricers[pipeline.pp]
+            found = np.zeros((2, len(base.own), 4))
+            for number, piece in enumerate(self._signatures.kinds.pieces(pieces_of(self.workload, plan))):
+                for which, nodes in enumerate(() if piece is None else (piece.forward, piece.backward)):
+                    cost = pricer.nodes(node for node in nodes if node.part == "sharding")
+                    found[which, number] = _row(cost, self.constants)
+            self._shards[key] = found
+        return self._shards[key]
 
-    def _kept_bytes(
-        self, family: Family, pipeline: Pipeline, variant: Variant, pieces: Sequence[Piece | None]
-    ) -> Floats:
+    def _kept_bytes(self, base: _Base, pipeline: Pipeline, variant: Variant) -> Floats:
         """Of each kind of piece: weights, gradients, optimizer state."""
-        key = _layout(family), pipeline.pp, pipeline.dp, variant
+        key = _layout(base.family), pipeline.pp, pipeline.dp, variant
         if key not in self._kept:
-            plan = self._plan(family, pipeline, variant)
-            found = [0.0 if p is None else sum(kept_bytes(self.workload, plan, p.parameters)) for p in pieces]
+            plan = self._plan(base.family, pipeline, variant)
+            found = [0.0 if p is None else sum(kept_bytes(self.workload, plan, p.parameters)) for p in base.own]
             self._kept[key] = np.array(found)
         return self._kept[key]
 
@@ -163,25 +217,27 @@ class Evaluator:
         return self._flags[key]
 
     def _once_s(
-        self, family: Family, frame: Frame, variants: Sequence[Variant], pieces: Sequence[Piece | None],
-        counts: Floats, slowest: Whole, behind: Sequence[Floats], pricers: dict[int, Pricer],
+        self, base: _Base, frame: Frame, variants: Sequence[Variant], counts: Floats, slowest: Whole,
+        behind: Sequence[Floats],
     ) -> Floats:  # fmt: skip
         """[pipelines, variants]: gather, reduction and update of the slowest rank, less what its passes hide."""
         held = np.zeros((len(frame.rank_pipeline), counts.shape[1]))
         np.add.at(held, frame.stage_rank, counts[frame.stage_signature])
         model, rows = self.workload.model, []
         tied = model.tie_embeddings or model.mtp is not None
-        layout = _layout(family)
+        layout = _layout(base.family)
         for number, pipeline in enumerate(frame.pipelines):
             own = tuple(held[slowest[number]].tolist())
             shared = bool(tied and frame.ends[slowest[number]])
             for variant in variants:
                 key = (own, shared, layout, pipeline.pp, pipeline.dp, variant)
                 if key not in self._once:
-                    plan = self._plan(family, pipeline, variant)
-                    parts = [(p.parameters, int(n)) for p, n in zip(pieces, own, strict=True) if p is not None and n]
+                    plan = self._plan(base.family, pipeline, variant)
+                    parts = [(p.parameters, int(n)) for p, n in zip(base.own, own, strict=True) if p is not None and n]
                     step = rank_step(self.workload, plan, 0, add_parameters(parts), shared)
-                    costs = [pricers[pipeline.pp].nodes(nodes) for nodes in (step.before, step.gradients, step.update)]
+                    costs = [
+                        base.pricers[pipeline.pp].nodes(nodes) for nodes in (step.before, step.gradients, step.update)
+                    ]
                     gather, reduce = (_row(cost, self.constants)[BLOCKS:] for cost in costs[:2])
                     self._once[key] = (*gather, *reduce, costs[2].seconds(self.constants))
                 rows.append(self._once[key])
@@ -212,6 +268,24 @@ def _seconds(rows: Floats, constants: Constants) -> Floats:
     working = np.maximum(rows[..., COMPUTE] + constants.contention * hidden, rows[..., HOST])
     found: Floats = working + rows[..., BLOCKS] + rows[..., HIDES] - hidden
     return found
+
+
+def _unit_seconds(frame: Frame, passes: Floats, plan: Plan, constants: Constants) -> tuple[Floats, Floats, Floats]:
+    """Of each stage: all that its rank runs (step.units), gradients of inputs, and of weights."""
+    apart = _seconds(passes, constants)  # [signatures, 3]
+    joined = _seconds(passes.sum(axis=1), constants)
+    join = np.array([joins(p.schedule, plan) for p in frame.pipelines])[frame.rank_pipeline[frame.stage_rank]]
+    signature = frame.stage_signature
+    busy = np.where(join, joined[signature], apart.sum(axis=1)[signature])
+    return busy, apart[signature, 1], apart[signature, 2]
+
+
+def _mirror(frame: Frame) -> Whole:
+    """Of each rank, the one that shares its stages (DualPipe), or itself."""
+    own = np.arange(len(frame.rank_pipeline))
+    first = frame.first_rank[frame.rank_pipeline]
+    two = np.array([p.pp if p.schedule == "dualpipe" else 0 for p in frame.pipelines])[frame.rank_pipeline]
+    return np.where(two > 0, 2 * first + two - 1 - own, own)
 
 
 def _by_rank(frame: Frame, values: Floats) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.config.plan import Plan, Workload
-from moestro.graph.count import V_SHAPED, rank_of, split_layers
+from moestro.graph.count import rank_of, split_layers
 from moestro.graph.pieces import Pieces
 from moestro.graph.words import Piece
 from moestro.plan.space import Pipeline
@@ -55,6 +55,7 @@ class Signatures:
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._made = np.zeros((0, kinds.num_pieces)), np.zeros((0, kinds.num_pieces))
 
     def of(self, layers: range, first: bool, last: bool, cut: bool, again: int) -> int:
         kinds = self.kinds
@@ -69,43 +70,77 @@ class Signatures:
 
     @property
     def counts(self) -> Floats:
-        return np.array([counts for counts, _ in self._known], dtype=np.float64)
-
-    def besides(self, of: Pieces) -> Floats:
-        """Bytes that a stage of each signature keeps besides its pieces."""
-        kinds = self.kinds
-        return np.array(
-            [
-                of.besides(bool(c[kinds.embedding]), bool(c[kinds.head] + c[kinds.head_cut]), not c[kinds.head], any(a))
-                for c, a in self._known
-            ]
-        )
+        return self._arrays()[0]
 
     @property
     def again(self) -> Floats:
-        return np.array([again for _, again in self._known], dtype=np.float64)
+        return self._arrays()[1]
+
+    def _arrays(self) -> tuple[Floats, Floats]:
+        """Made again when there are new ones."""
+        if len(self._made[0]) != len(self._known):
+            counts, again = zip(*self._known, strict=True)
+            self._made = np.array(counts, dtype=np.float64), np.array(again, dtype=np.float64)
+        return self._made
+
+    def besides(self, of: Pieces) -> Floats:
+        """Bytes that a stage of each signature keeps besides its pieces."""
+        kinds, (counts, again) = self.kinds, self._arrays()
+        first, whole = counts[:, kinds.embedding] > 0, counts[:, kinds.head] > 0
+        last, recomputes = whole | (counts[:, kinds.head_cut] > 0), again.any(axis=1)
+        found = np.zeros(len(counts))
+        cases = np.unique(np.stack([first, last, whole, recomputes], axis=1), axis=0)
+        for case in cases.tolist():
+            here = (first == case[0]) & (last == case[1]) & (whole == case[2]) & (recomputes == case[3])
+            found[here] = of.besides(case[0], case[1], not case[2], case[3])
+        return found
 
 
 @dataclass(frozen=True)
-class Split:
-    """Layers on the ranks of a pipeline: of each stage its signature and its rank."""
+class Part:
+    """One pipeline of a frame, its ranks and entries numbered from 0; the fields are those of Frame."""
 
     pp: int
-    signatures: Whole
-    ranks: Whole
+    stage_signature: Whole
+    stage_rank: Whole
+    member_signature: Whole
+    member_first: Whole
+    held_signature: Whole
+    held_count: Floats
+    held_first: Whole
+    moment_first: Whole
+    ends: NDArray[np.bool_]
 
 
-def split_of(pipeline: Pipeline, recomputes: bool, signatures: Signatures) -> Split:
+def part_of(pipeline: Pipeline, recomputes: bool, signatures: Signatures) -> Part:
     kinds = signatures.kinds
     plan = Plan.model_construct(**pipeline._asdict())
-    last = pipeline.pp * pipeline.vpp - 1
-    found = []
+    num_stages = pipeline.pp * pipeline.vpp
+    own = []
     for index, layers in enumerate(split_layers(kinds.num_layers, plan)):
-        again = len(layers) + kinds.num_ahead * (index == last) if recomputes else 0
+        last = index == num_stages - 1
+        again = len(layers) + kinds.num_ahead * last if recomputes else 0
         if pipeline.recompute_layers is not None:
             again = min(again, pipeline.recompute_layers)
-        found.append(signatures.of(layers, index == 0, index == last, pipeline.pp > 1, again))
-    return Split(pipeline.pp, np.array(found), np.array([rank_of(index, plan) for index in range(last + 1)]))
+        own.append(signatures.of(layers, index == 0, last, pipeline.pp > 1, again))
+    ranks = np.array([rank_of(index, plan) for index in range(num_stages)])
+    member, member_first, held, count, held_first, moment_first = (list[int]() for _ in range(6))
+    for moments in _moments(pipeline, num_stages):
+        member_first.append(len(member))
+        member += [own[stage % num_stages] for stage, _ in moments[0]]
+        moment_first.append(len(held_first))
+        for counts in moments:
+            held_first.append(len(held))
+            held += [own[stage % num_stages] for stage, _ in counts]
+            count += [number for _, number in counts]
+    places = np.arange(pipeline.pp)
+    ends = (ranks[0] != ranks[-1]) & ((places == ranks[0]) | (places == ranks[-1]))
+    whole = (np.array(values) for values in (own, member, member_first, held))
+    stage_signature, member_signature, first, held_signature = whole
+    return Part(
+        pipeline.pp, stage_signature, ranks, member_signature, first, held_signature,
+        np.array(count, dtype=np.float64), np.array(held_first), np.array(moment_first), ends,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,41 +174,37 @@ class Frame:
         return np.repeat(of_rank, np.diff(np.append(self.member_first, len(self.member_signature))))
 
 
-def frame_of(pipelines: Sequence[Pipeline], recomputes: bool, signatures: Signatures) -> Frame:
-    splits: dict[tuple[int, int, bool, int | None], Split] = {}
-    stage_signature, stage_rank, last, ends = list[int](), list[int](), list[int](), list[bool]()
-    member_signature, member_first = list[int](), list[int]()
-    held_signature, held_count, held_first, moment_first = list[int](), list[int](), list[int](), list[int]()
-    first_rank, rank_pipeline, ranks = list[int](), list[int](), 0
-    for number, pipeline in enumerate(pipelines):
-        key = pipeline.pp, pipeline.vpp, pipeline.schedule in V_SHAPED, pipeline.recompute_layers
-        if key not in splits:
-            splits[key] = split_of(pipeline, recomputes, signatures)
-        split = splits[key]
-        first_rank.append(ranks)
-        rank_pipeline += [number] * pipeline.pp
-        stage_signature += split.signatures.tolist()
-        stage_rank += (split.ranks + ranks).tolist()
-        last.append(split.signatures[-1])
-        apart = split.ranks[0] != split.ranks[-1]
-        ends += [bool(apart and rank in (split.ranks[0], split.ranks[-1])) for rank in range(pipeline.pp)]
-        num_stages = len(split.signatures)
-        for moments in _moments(pipeline, num_stages):
-            member_first.append(len(member_signature))
-            member_signature += [split.signatures[stage % num_stages] for stage, _ in moments[0]]
-            moment_first.append(len(held_first))
-            for counts in moments:
-                held_first.append(len(held_signature))
-                held_signature += [split.signatures[stage % num_stages] for stage, _ in counts]
-                held_count += [held for _, held in counts]
-        ranks += pipeline.pp
+def frame_of(pipelines: Sequence[Pipeline], parts: Sequence[Part]) -> Frame:
+    """parts: of each pipeline."""
+    first_rank, stage_rank, member_first, held_first, moment_first = (list[Whole]() for _ in range(5))
+    ranks = members = entries = moments = 0
+    for part in parts:
+        first_rank.append(np.array([ranks]))
+        stage_rank.append(part.stage_rank + ranks)
+        member_first.append(part.member_first + members)
+        held_first.append(part.held_first + entries)
+        moment_first.append(part.moment_first + moments)
+        ranks += part.pp
+        members += len(part.member_signature)
+        entries += len(part.held_signature)
+        moments += len(part.held_first)
     return Frame(
-        tuple(pipelines), np.array(first_rank), np.array(rank_pipeline), np.array(stage_signature),
-        np.array(stage_rank), np.array(member_signature), np.array(member_first), np.array(held_signature),
-        np.array(held_count, dtype=np.float64), np.array(held_first), np.array(moment_first),
-        np.array(last), np.array(ends), np.array([p.micro_batches for p in pipelines], dtype=np.float64),
-        np.array([p.vpp for p in pipelines], dtype=np.float64),
-    )  # fmt: skip
+        pipelines=tuple(pipelines),
+        first_rank=np.concatenate(first_rank),
+        rank_pipeline=np.repeat(np.arange(len(parts)), [part.pp for part in parts]),
+        stage_signature=np.concatenate([part.stage_signature for part in parts]),
+        stage_rank=np.concatenate(stage_rank),
+        member_signature=np.concatenate([part.member_signature for part in parts]),
+        member_first=np.concatenate(member_first),
+        held_signature=np.concatenate([part.held_signature for part in parts]),
+        held_count=np.concatenate([part.held_count for part in parts]),
+        held_first=np.concatenate(held_first),
+        moment_first=np.concatenate(moment_first),
+        last_signature=np.array([part.stage_signature[-1] for part in parts]),
+        ends=np.concatenate([part.ends for part in parts]),
+        micro_batches=np.array([p.micro_batches for p in pipelines], dtype=np.float64),
+        vpp=np.array([p.vpp for p in pipelines], dtype=np.float64),
+    )
 
 
 def _moments(pipeline: Pipeline, num_stages: int) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:

@@ -91,7 +91,8 @@ def _transient(
         need = (present * dense[: layers.shape[1]]).max(axis=1) * float(width * trains)
     brief = np.array([0.0 if p is None else p.transient for p in pieces])
     spared = np.array([0.0 if p is None else p.saved - p.kept for p in pieces])
-    need = need + np.maximum(((counts > 0) * brief).max(axis=1), ((again > 0) * spared).max(axis=1))
+    computed_again = spared + brief * (workload.trainer == "moestro")
+    need = need + np.maximum(((counts > 0) * brief).max(axis=1), ((again > 0) * computed_again).max(axis=1))
     tokens = plan.micro_batch_size * workload.seq_len // plan.cp
     if plan.tp > 1 and plan.sequence_parallel:
         need = need + GATHERED * tokens * workload.model.hidden_size * width

@@ -47,13 +47,13 @@ class RateLaw:
 
     def at(self, params: float) -> Rate:
         """Raises MoestroError for a size that is not above zero."""
-        from scipy.stats import t
+        from scipy.special import stdtrit  # Student's t; scipy.stats takes seconds to import
 
         if not 0 < params < float("inf"):
             raise MoestroError(f"a model of {params:g} parameters has no learning rate")
         logs = np.log([size for size, _ in self.points])
         around = (log(params) - logs.mean()) ** 2 / np.sum((logs - logs.mean()) ** 2)
-        wide = float(t.ppf((1 + SHARE) / 2, len(logs) - 2)) * self.spread * (1 + 1 / len(logs) + around) ** 0.5
+        wide = float(stdtrit(len(logs) - 2, (1 + SHARE) / 2)) * self.spread * (1 + 1 / len(logs) + around) ** 0.5
         middle = self.slope * log(params) + self.intercept
         rate, largest = exp(middle), max(size for size, _ in self.points)
         return Rate(params, rate, exp(middle - wide), exp(middle + wide), DECAY * rate, params / largest)

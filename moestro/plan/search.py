@@ -20,7 +20,6 @@ from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target
 from moestro.predict.words import Prediction
 
-SHARE = 0.98  # of a device's memory, that a plan may need
 PARALLEL_FROM = 400  # families, from which several processes are worth their start
 MIB = 2.0**20
 
@@ -98,7 +97,7 @@ def sweep(
     only be slower.
     """
     there = device_bytes(target, devices)
-    limit = np.inf if there is None else SHARE * there
+    limit = np.inf if there is None else there
     evaluator, found = Evaluator(workload, target, devices), _Best(keep, target)
     roomy: set[Family] = set()
     for family in sorted(families, key=lambda family: (family.recompute != "none", family.expert_recompute)):
@@ -108,7 +107,7 @@ def sweep(
             found.tally.skipped += 1
             continue
         batches = evaluator.batches(family, space)
-        if family == lean and all((batch.needed_bytes <= limit).all() for batch in batches):
+        if family == lean and all((batch.total_bytes <= limit).all() for batch in batches):
             roomy.add(lean)
         for batch in batches:
             found.add(batch, limit)
@@ -129,14 +128,14 @@ class _Best:
         self._front: list[Candidate] = []
 
     def add(self, batch: Batch, limit: float) -> None:
-        fit = batch.needed_bytes <= limit
+        fit = batch.total_bytes <= limit
         self.tally.plans += batch.step_s.size
         self.tally.too_big += int((~fit).sum())
         self._push(self._fit, batch, np.where(fit, batch.step_s, np.inf), self.keep)
         if not fit.all():
             self._push(self._big, batch, np.where(fit, np.inf, batch.step_s), 1)
-        index = int(batch.needed_bytes.argmin())
-        if self._least is None or batch.needed_bytes.ravel()[index] < self._least.needed_bytes:
+        index = int(batch.total_bytes.argmin())
+        if self._least is None or batch.total_bytes.ravel()[index] < self._least.total_bytes:
             self._least = self._candidate(batch, index)
         self._extend(batch, fit)
 
@@ -207,7 +206,7 @@ def _in_processes(
         whole.tally.add(part.tally)
     best = sorted(whole.best, key=lambda one: one.step_s)[:keep]
     faster = _least([part.faster for part in found], lambda one: one.step_s)
-    least = _least([part.least for part in found], lambda one: one.needed_bytes)
+    least = _least([part.least for part in found], lambda one: one.total_bytes)
     return replace(whole, best=best, front=front_of(whole.front), faster=faster, least=least)
 
 
@@ -227,10 +226,10 @@ def _one_by_one(workload: Workload, target: Target, devices: int, space: Space, 
                 got = predict_step(workload, plan, target)
                 tally.plans += 1
                 found.append(Candidate(got.step_s.value, got.memory.needed, got.memory.total, plan))
-    fit = [one for one in found if there is None or one.needed_bytes <= SHARE * there]
+    fit = [one for one in found if there is None or one.total_bytes <= there]
     tally.too_big = len(found) - len(fit)
     faster = _least((one for one in found if one not in fit), lambda one: one.step_s)
-    least = _least(found, lambda one: one.needed_bytes)
+    least = _least(found, lambda one: one.total_bytes)
     return Found(sorted(fit, key=lambda one: one.step_s)[:keep], front_of(fit), faster, least, tally=tally)
 
 
@@ -246,7 +245,7 @@ def _check(found: Found, target: Target, devices: int) -> None:
     assert found.least is not None
     raise MoestroError(
         f"none of {found.tally.plans:,} plans fits: a device has {there / 1e9:.1f} GB, and the smallest plan needs "
-        f"{found.least.needed_bytes / 1e9:.1f} GB; take more devices, or another device"
+        f"{found.least.total_bytes / 1e9:.1f} GB; take more devices, or another device"
     )
 
 

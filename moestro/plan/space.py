@@ -178,7 +178,8 @@ def space_of(
         gradient_dtype=("fp32",),
         pp=tuple(n for n in divisors if n <= model.num_layers),
         vpp=tuple(range(1, min(MOST_VPP, model.num_layers) + 1)),
-        schedule=tuple(name for name in get_args(Schedule) if not (ours and name == "dualpipe")),
+        # GPipe waits as long as 1F1B and holds more.
+        schedule=tuple(name for name in get_args(Schedule) if name != "gpipe" and not (ours and name == "dualpipe")),
         recompute_layers=(None,),
         zero=(0, 1, 2, 3),
         shard=(None, *((node_size,) if ours and devices > node_size else ())),

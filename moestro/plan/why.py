@@ -69,5 +69,5 @@ def binding(found: Found, workload: Workload, target: Target) -> list[str]:
     if faster is not None and faster.step_s < best.step_s * (1 - LEAST):
         gain = best.step_s / faster.step_s - 1
         text = " ".join(changes(best.plan, faster.plan))
-        lines.append(f"memory: a plan {gain:.1%} faster needs {faster.needed_bytes / 1e9:.1f} GB ({text})")
+        lines.append(f"memory: a plan {gain:.1%} faster takes {faster.total_bytes / 1e9:.1f} GB ({text})")
     return lines

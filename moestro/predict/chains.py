@@ -11,6 +11,7 @@ from moestro.predict.timeline import COMPUTE
 # Collectives whose result the next operation works on: they hide behind another micro-batch or chunk only.
 CARRIED = ("ep", "ep_between", "etp")
 SHARDED = "sharding"  # part of the collectives that bring weights and take their gradients away, pass by pass
+TO = " … "  # between the names of the first and the last kernel of a link
 
 
 class Link(NamedTuple):
@@ -114,7 +115,10 @@ class _Hand:
         if self.open and not self.late:
             last = self.links[-1]
             self.links[-1] = last._replace(
-                seconds=last.seconds + seconds, launches=last.launches + launches, host_s=last.host_s + host_s
+                name=f"{last.name.partition(TO)[0]}{TO}{node.name}",
+                seconds=last.seconds + seconds,
+                launches=last.launches + launches,
+                host_s=last.host_s + host_s,
             )
             return
         self._append(Link(node.name, COMPUTE, seconds, launches, host_s, self.tail))

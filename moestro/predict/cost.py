@@ -1,5 +1,6 @@
 """What a run costs: devices rented by the hour or owned, and what serving adds to training."""
 
+import math
 from dataclasses import dataclass
 
 from moestro.errors import MoestroError
@@ -56,9 +57,11 @@ def rented(device: Device, usd_per_hour: float | None = None) -> Rate:
     """A given price, or the middle of the catalog's range.
 
     Raises:
-        MoestroError: neither is known.
+        MoestroError: neither is known, or the price is below 0.
     """
     if usd_per_hour is not None:
+        if not 0 <= usd_per_hour < math.inf:
+            raise MoestroError(f"a device cannot cost {usd_per_hour:g} dollars an hour")
         return Rate(usd_per_hour, "given")
     price = device.price
     known = [usd for usd in (price.usd_per_hour_low, price.usd_per_hour_high) if usd is not None]

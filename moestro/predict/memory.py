@@ -11,7 +11,7 @@ from functools import lru_cache
 from moestro.config.counts import matrices_of
 from moestro.config.plan import Plan, Workload
 from moestro.graph.step import STATE_BYTES
-from moestro.graph.tape import activation_bytes
+from moestro.graph.tape import activation_bytes, expert_shards, weight_bytes
 from moestro.graph.words import Parameters, Run, Stage, StepGraph
 from moestro.hardware.devices import Device
 from moestro.hardware.fits import usable_bytes
@@ -35,7 +35,6 @@ GATHERED = 4
 EXCLUDED = (
     "data loading and evaluation",
     "temporary tensors of an optimizer that is not fused",
-    "routing that is less even than the plan's routing says",
 )
 
 
@@ -86,7 +85,7 @@ def memory_of(
         communication=outside[1],
         framework=outside[0],
         fragmentation=_fragmentation(full),
-        excluded=EXCLUDED if workload.model.moe is not None else EXCLUDED[:2],
+        excluded=EXCLUDED if workload.model.moe is None else (*EXCLUDED, _uneven(workload, plan)),
     )
     return breakdown, totals
 
@@ -154,7 +153,7 @@ def most_held(
         return tuple((((rank, min(micro_batches, pp - rank)),),) for rank in range(pp))
     if schedule == "interleaved" and micro_batches % pp:  # no order that we know: the next smaller number has one
         micro_batches = max(pp, micro_batches - micro_batches % pp)
-    m = _enough(schedule, micro_batches, pp, vpp)
+    m = enough(schedule, micro_batches, pp, vpp)
     return tuple(_moments(order) for order in pipeline_orders(schedule, pp, vpp, m))
 
 
@@ -184,11 +183,17 @@ def routing_margin(workload: Workload, plan: Plan, max_over_mean: float | None =
     if moe is None:
         return 0.0
     local = plan.micro_batch_size * workload.seq_len // (plan.cp * (plan.tp if plan.sequence_parallel else 1))
-    top_k = max(model.top_k_of_layer(layer) for layer, routed in enumerate(model.moe_blocks) if routed)
-    even = local * top_k
-    worst = plan.ep * local * min(top_k, moe.resolved_num_experts // plan.ep)
+    even = local * model.largest_top_k
+    worst = plan.ep * local * min(model.largest_top_k, moe.resolved_num_experts // plan.ep)
     rows = worst if max_over_mean is None else min(worst, even * max_over_mean)
     return max(0.0, rows - even) * plan.etp * routed_row_bytes(workload, plan) / plan.expert_chunks
+
+
+def _uneven(workload: Workload, plan: Plan) -> str:
+    """In words, what activations of experts leave out: they are counted as if routing were balanced."""
+    worst = routing_margin(workload, plan)
+    more = f": at the very most {worst / 1e9:.3g} GB more in a layer of experts" if worst else ""
+    return f"uneven routing{more}"
 
 
 def _ranks(graph: StepGraph, workload: Workload, plan: Plan) -> list[_Held]:
@@ -242,21 +247,23 @@ def kept_bytes(workload: Workload, plan: Plan, numbers: Parameters) -> tuple[flo
     """Weights, gradients and optimizer state of parameters.
 
     With weights split (ZeRO-3) the fp32 shard is the weight. In a pipeline they are gathered once a step, not for every
-    micro-batch, and gradients are summed whole.
+    micro-batch, and gradients are summed whole. Our trainer's weights are fp32 (copies in 16 bits are among what passes
+    leave behind), and ZeRO-2 gathers them from shards for both passes.
     """
-    width = activation_bytes(workload)
+    width = weight_bytes(workload)
     reduced = 4 if plan.gradient_dtype == "fp32" else 2
     weights = gradients = optimizer = 0.0
-    whole = plan.zero == 3 and plan.pp > 1 and plan.shard_ranks > 1
+    ours = workload.trainer == "moestro" and plan.zero == 2 and plan.shard_ranks > 1
+    whole = (plan.zero == 3 or ours) and plan.pp > 1 and plan.shard_ranks > 1
     trained = numbers.trained / numbers.total if numbers.total else 0.0
     states = _state_bytes(workload.optimizer, numbers)
-    groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, plan.expert_data_ranks, states[1]))
-    for held, ranks, state in groups:
-        split = min(plan.shard_ranks, ranks)
-        if whole:
+    groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, expert_shards(workload, plan), states[1]))
+    for held, split, state in groups:
+        if whole or ours:
             weights += held * width
+        if whole:
             gradients += held * trained * reduced
-        if plan.zero == 3:
+        if plan.zero == 3 or ours:
             weights += held * (4 * trained + width * max(0.0, 1 - trained)) / split
         else:
             weights += held * width
@@ -273,7 +280,7 @@ def passing_bytes(workload: Workload, plan: Plan, stage: Stage, num_stages: int)
 
 def _master_bytes(workload: Workload, plan: Plan) -> int:
     """Of a weight's fp32 copy beside the one that is computed with."""
-    alone = activation_bytes(workload) == 4 or plan.zero == 3 or workload.optimizer == "none"
+    alone = weight_bytes(workload) == 4 or plan.zero == 3 or workload.optimizer == "none"
     return 0 if alone else 4
 
 
@@ -350,7 +357,7 @@ def outside_bytes(plan: Plan, workload: Workload, device: Device | None) -> tupl
     return framework, COMMUNICATOR_BYTES * sum(ranks > 1 for ranks in groups)
 
 
-def _enough(schedule: str, micro_batches: int, pp: int, vpp: int) -> int:
+def enough(schedule: str, micro_batches: int, pp: int, vpp: int) -> int:
     """As many as show the peak; more add steady time only. GPipe holds them all."""
     if schedule in ("gpipe", "interleaved"):
         return micro_batches if schedule == "gpipe" else min(micro_batches, 4 * pp)

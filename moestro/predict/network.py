@@ -72,12 +72,7 @@ def around(workload: Workload, fabric: Fabric | None = None, optical: OpticalTie
     moe = workload.model.moe
     if moe is None or (workload.routing.kind == "balanced" and optical is None):
         return Around(fabric=fabric, optical=optical)
-    return Around(moe.resolved_num_experts, _top_k(workload), fabric, optical)
-
-
-def _top_k(workload: Workload) -> int:
-    model = workload.model
-    return max(model.top_k_of_layer(layer) for layer, routed in enumerate(model.moe_blocks) if routed)
+    return Around(moe.resolved_num_experts, workload.model.largest_top_k, fabric, optical)
 
 
 class Sent(NamedTuple):

@@ -72,11 +72,16 @@ def _gpipe(rank: int, pp: int, vpp: int, m: int) -> Order:
 
 
 def _one_f_one_b(rank: int, pp: int, vpp: int, m: int) -> Order:
-    warm = min(pp - rank - 1, m)
-    order = [Pass("F", rank, i) for i in range(warm)]
+    return one_f_one_b(rank, pp - rank, m)
+
+
+def one_f_one_b(stage: int, held: int, m: int) -> Order:
+    """Forward and backward passes in turns, once `held` of `m` micro-batches are in flight."""
+    warm = min(held, m) - 1
+    order = [Pass("F", stage, i) for i in range(warm)]
     for i in range(m - warm):
-        order += [Pass("F", rank, warm + i), Pass("B", rank, i)]
-    return order + [Pass("B", rank, i) for i in range(m - warm, m)]
+        order += [Pass("F", stage, warm + i), Pass("B", stage, i)]
+    return order + [Pass("B", stage, i) for i in range(m - warm, m)]
 
 
 def _interleaved(rank: int, pp: int, vpp: int, m: int) -> Order:

@@ -8,11 +8,9 @@ from moestro.config.plan import Plan
 from moestro.predict.constants import Constants
 from moestro.predict.costs import StepCost
 from moestro.predict.schedule import simulate_pipeline
-from moestro.predict.simulate import PASSES, Simulation
+from moestro.predict.simulate import NAMES, PASSES, Simulation
 from moestro.predict.timeline import COMPUTE, HOST, Timeline
 from moestro.predict.warmup import orders_of
-
-NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def pipeline_trace(costs: StepCost, plan: Plan, constants: Constants) -> dict[str, Any]:

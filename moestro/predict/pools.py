@@ -74,7 +74,7 @@ def price_parts(
         MoestroError: as parts_of_ranks; regions that no line joins.
     """
     own = parts_of_ranks(plan, parts)
-    pricers = {part: _pricer(part, workload, plan) for part in own}
+    pricers = {part: part_pricer(part, workload, plan) for part in own}
     stages = []
     for stage, following in zip(graph.stages, (*graph.stages[1:], None), strict=True):
         part = own[stage.rank]
@@ -110,13 +110,13 @@ def line_between(one: str, other: str, lines: Sequence[Line]) -> Line:
     return found
 
 
-def _pricer(part: Part, workload: Workload, plan: Plan) -> Pricer:
+def part_pricer(part: Part, workload: Workload, plan: Plan) -> Pricer:
     return pricer_of(part.curves, workload.routing, plan, part.place.node_size, around(workload, part.fabric))
 
 
 def _rescaled(cost: Cost, part: Part, first: Part, workload: Workload) -> Cost:
     """In units in which the first pool's constants give what the part's own would."""
-    ours, reference = _constants(part, workload), _constants(first, workload)
+    ours, reference = part_constants(part, workload), part_constants(first, workload)
     if ours == reference:
         return replace(cost, collectives=dict(cost.collectives))
     kernels = {name: seconds * _ratio(ours, reference, name) for name, seconds in cost.kernels.items()}
@@ -133,7 +133,7 @@ def _rescaled(cost: Cost, part: Part, first: Part, workload: Workload) -> Cost:
     )
 
 
-def _constants(part: Part, workload: Workload) -> Constants:
+def part_constants(part: Part, workload: Workload) -> Constants:
     return load_calibration().of(part.place.device.id, generation(workload))
 
 
@@ -176,7 +176,7 @@ def _deeper(costs: StepCost, plan: Plan, constants: Constants) -> list[str]:
     """How plan.in_flight would hide the way between regions, where that saves a hundredth of the step."""
     if plan.in_flight is not None or plan.schedule != "1f1b" or not any(stage.line_s for stage in costs.stages):
         return []
-    forward, backward, weight = pass_seconds(costs, constants)
+    forward, backward, weight, _ = pass_seconds(costs, plan, constants)
     links = [stage.send_s * constants.between + stage.latency_s + stage.line_s for stage in costs.stages]
     held = in_flight_over_links(forward, [b + w for b, w in zip(backward, weight, strict=True)], links)
     now = step_time(costs, plan, constants).total

@@ -12,7 +12,7 @@ from moestro.graph.count import count_step
 from moestro.graph.words import Collective, Node, StepGraph
 from moestro.hardware.profile import MachineProfile, Sample
 from moestro.predict.constants import Constants
-from moestro.predict.costs import Cost, Pricer, StepCost, pricer_of
+from moestro.predict.costs import KERNEL_CLASSES, Cost, Pricer, StepCost, pricer_of
 from moestro.predict.curves import DeviceCurves
 
 # On a CPU every call of the framework takes host time: how many our trainer makes, views included, for one counted
@@ -70,8 +70,7 @@ def in_steps(profile: MachineProfile, processes: int, curves: DeviceCurves, cons
     cost = _with_calls(pricer_of(curves, workload.routing, plan, int(most)).nodes(kernels), kernels)
     operations = _ratio(took.get("operations"), cost.compute_s(constants))
     host = _ratio(took.get("host"), cost.host_s(constants))
-    names = ("gemm", "gemm_low", "grouped", "grouped_low", "attention", "memory", "optimizer")
-    slower = {name: operations * getattr(constants, name) for name in names}
+    slower = {name: operations * getattr(constants, name) for name in KERNEL_CLASSES}
     return constants.model_copy(update={**slower, "launch_s": host * constants.launch_s})
 
 

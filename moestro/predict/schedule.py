@@ -1,6 +1,6 @@
 """Runs a pipeline's passes against each other: when each starts, how long ranks wait, how much they hold."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,80 +58,87 @@ def simulate_pipeline(
     Raises:
         MoestroError: the schedule does not fit; or ranks wait for each other in a circle, which the message names.
     """
-    split = schedule in SPLIT_BACKWARD
     orders = pipeline_orders(schedule, pp, vpp, micro_batches) if orders is None else orders
     ranks = stage_ranks(schedule, pp, vpp)
-    model_stages = pp * vpp
 
-    def of(values: Sequence[float], stage: int) -> float:
-        return values[stage % model_stages] if schedule == "dualpipe" else values[stage]
+    def paced(seconds: Sequence[float]) -> list[float]:
+        """Of each stage that the orders name (DualPipe has each twice), on its rank."""
+        each = (seconds[stage % (pp * vpp)] for stage in range(len(ranks)))
+        return list(each) if slow is None else [slow[rank] * s for rank, s in zip(ranks, each, strict=True)]
 
-    sends = [send_s] * len(ranks) if isinstance(send_s, float | int) else [of(send_s, s) for s in range(len(ranks))]
-    followers = [next_stage(schedule, pp, vpp, stage) for stage in range(len(ranks))]
-    leaders: list[int | None] = [None] * len(ranks)
-    for stage, follower in enumerate(followers):
-        if follower is not None:
-            leaders[follower] = stage
+    if schedule not in SPLIT_BACKWARD:
+        backward_s = [b + w for b, w in zip(backward_s, weight_s, strict=True)]
+    lengths = {"F": paced(forward_s), "B": paced(backward_s), "W": paced(weight_s)}
+    pairs = None if pair_s is None else paced(pair_s)
 
-    def duration(work: Pass) -> float:
-        factor = 1.0 if slow is None else slow[ranks[work.stage]]
-        if work.kind == "F":
-            return factor * of(forward_s, work.stage)
-        if work.kind == "W":
-            return factor * of(weight_s, work.stage)
-        return factor * (of(backward_s, work.stage) + (0.0 if split else of(weight_s, work.stage)))
+    def length(block: list[Pass]) -> float:
+        if len(block) > 1 and pairs is not None:
+            return pairs[block[0].stage]
+        return sum(lengths[work.kind][work.stage] for work in block)
 
-    ends: dict[tuple[str, int, int], float] = {}
-
-    def ready(work: Pass) -> float | None:
-        """When its inputs are here; None: not yet known."""
-        if work.kind == "W":
-            return ends.get(("B", work.stage, work.micro_batch))
-        if work.kind == "F":
-            before = leaders[work.stage]
-            if before is None:
-                return 0.0
-            end = ends.get(("F", before, work.micro_batch))
-            return None if end is None else end + _send(ranks, sends, before, work.stage)
-        after = followers[work.stage]
-        own = ends.get(("F", work.stage, work.micro_batch))
-        if after is None or own is None:
-            return own
-        end = ends.get(("B", after, work.micro_batch))
-        return None if end is None else max(own, end + _send(ranks, sends, work.stage, after))
-
-    clock, place, busy = [0.0] * pp, [0] * pp, [0.0] * pp
-    events: list[Event] = []
-    remaining = sum(len(order) for order in orders)
-    while remaining:
-        moved = False
-        for rank, order in enumerate(orders):
-            while place[rank] < len(order):
-                block = together(order, place[rank])
-                times = [ready(work) for work in block if not _inside(work, block)]
-                if any(time is None for time in times):
-                    break
-                start = max([clock[rank], *(time for time in times if time is not None)])
-                if len(block) > 1 and pair_s is not None:
-                    length = of(pair_s, block[0].stage) * (1.0 if slow is None else slow[rank])
-                else:
-                    length = sum(duration(work) for work in block)
-                for work in block:
-                    ends[work.kind, work.stage, work.micro_batch] = start + length
-                    events.append(Event(rank, work, start, start + length))
-                clock[rank] = start + length
-                busy[rank] += length
-                place[rank] += len(block)
-                remaining -= len(block)
-                moved = True
-        if not moved:
-            raise MoestroError(deadlock(orders, place))
-    peaks = _peaks(events, pp, orders, held, schedule, model_stages)
+    sends = [send_s] * (pp * vpp) if isinstance(send_s, float | int) else send_s
+    hops = [sends[stage % (pp * vpp)] for stage in range(len(ranks))]
+    after = [next_stage(schedule, pp, vpp, stage) for stage in range(len(ranks))]
+    events, clock, busy = _run(orders, length, _Inputs(ranks, after, hops))
+    peaks = _peaks(events, pp, orders, held, pp * vpp)
     return PipelineResult(max(clock), tuple(busy), peaks, tuple(events))
 
 
-def _send(ranks: Sequence[int], sends: Sequence[float], stage: int, other: int) -> float:
-    return 0.0 if ranks[stage] == ranks[other] else sends[stage]
+class _Inputs:
+    """When those of a pass are there. after: of each stage its next; send_s: the way to it, and back."""
+
+    def __init__(self, ranks: Sequence[int], after: Sequence[int | None], send_s: Sequence[float]) -> None:
+        self.after = after
+        self.before = {follower: stage for stage, follower in enumerate(after) if follower is not None}
+        here = [follower is None or ranks[follower] == rank for rank, follower in zip(ranks, after, strict=True)]
+        self.way_s = [0.0 if stays else seconds for stays, seconds in zip(here, send_s, strict=True)]
+        self.ends: dict[tuple[str, int, int], float] = {}
+
+    def ready(self, work: Pass) -> float | None:
+        """None: not yet known."""
+        if work.kind == "W":
+            return self.ends.get(("B", work.stage, work.micro_batch))
+        if work.kind == "F":
+            before = self.before.get(work.stage)
+            if before is None:
+                return 0.0
+            end = self.ends.get(("F", before, work.micro_batch))
+            return None if end is None else end + self.way_s[before]
+        after = self.after[work.stage]
+        own = self.ends.get(("F", work.stage, work.micro_batch))
+        if after is None or own is None:
+            return own
+        end = self.ends.get(("B", after, work.micro_batch))
+        return None if end is None else max(own, end + self.way_s[work.stage])
+
+
+def _run(
+    orders: Sequence[Order], length: Callable[[list[Pass]], float], inputs: _Inputs
+) -> tuple[list[Event], list[float], list[float]]:
+    """All passes; of each rank, when it is through, and how long it was busy."""
+    clock, place, busy = [0.0] * len(orders), [0] * len(orders), [0.0] * len(orders)
+    events: list[Event] = []
+    remaining = sum(len(order) for order in orders)
+    while remaining:
+        before = remaining
+        for rank, order in enumerate(orders):
+            while place[rank] < len(order):
+                block = together(order, place[rank])
+                times = [inputs.ready(work) for work in block if not _inside(work, block)]
+                if any(time is None for time in times):
+                    break
+                start = max([clock[rank], *(time for time in times if time is not None)])
+                seconds = length(block)
+                for work in block:
+                    inputs.ends[work.kind, work.stage, work.micro_batch] = start + seconds
+                    events.append(Event(rank, work, start, start + seconds))
+                clock[rank] = start + seconds
+                busy[rank] += seconds
+                place[rank] += len(block)
+                remaining -= len(block)
+        if remaining == before:
+            raise MoestroError(deadlock(orders, place))
+    return events, clock, busy
 
 
 def together(order: Order, at: int) -> list[Pass]:
@@ -165,7 +172,6 @@ def _peaks(
     pp: int,
     orders: Sequence[Order],
     held: Sequence[float] | None,
-    schedule: str,
     model_stages: int,
 ) -> tuple[float, ...]:
     has_weight = {(w.stage, w.micro_batch) for order in orders for w in order if w.kind == "W"}

@@ -106,8 +106,9 @@ def node_price(graph: StepGraph, pricer: Pricer, constants: Constants) -> Callab
     """Seconds of all `times` of a node, by a machine's curves and with the constants of training."""
     windows: dict[int, float] = {}
     if pricer.network.around.optical is not None:  # circuits are laid behind the computation before an exchange
-        for stage in graph.stages:
-            for nodes in (stage.forward, stage.backward):
+        for piece in {id(run.piece): run.piece for stage in graph.stages for run in stage.pieces}.values():
+            # A node that is computed again is in several: then what is before it in the forward pass counts.
+            for nodes in (piece.weight, piece.backward, piece.recompute, piece.forward):
                 kernels = [n for n in nodes if isinstance(n, Kernel) and n.part not in REACHED]
                 behind = sum(pricer.kernels.seconds(kernel) * kernel.times for kernel in kernels)
                 windows |= {id(node): behind for node in nodes if isinstance(node, Collective)}

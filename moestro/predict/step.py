@@ -6,16 +6,12 @@ from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
 from moestro.hardware.devices import Device
 from moestro.predict.constants import Constants, generation, load_calibration
-from moestro.predict.costs import Cost, StepCost, price, pricer_of
+from moestro.predict.costs import Cost, StageCost, StepCost, price, pricer_of
 from moestro.predict.curves import published_curves
 from moestro.predict.network import around
 from moestro.predict.schedule import simulate_pipeline
 from moestro.predict.warmup import orders_of
 from moestro.predict.words import TimeBreakdown
-
-# Schedules that enter the pipeline from both ends leave about a quarter of 1F1B's bubble: half the depth, and weight
-# gradients fill half of the rest.
-HALVED = {"zbv": 0.25, "dualpipe": 0.25, "dualpipev": 0.25}
 
 
 @dataclass(frozen=True)
@@ -40,44 +36,99 @@ def cost_step(workload: Workload, plan: Plan, place: Place) -> StepCost:
 
 def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = False) -> TimeBreakdown:
     """Put the constants in. exact: simulate the pipeline instead of the closed form."""
-    forward, backward, weight = pass_seconds(costs, constants)
+    forward, backward, weight, busy_s = pass_seconds(costs, plan, constants)
     sends = [stage.send_s * constants.between + stage.latency_s + stage.line_s for stage in costs.stages]
-    ranks = [stage.rank for stage in costs.stages]
-    per_rank = [
-        sum(forward[i] + backward[i] + weight[i] for i, r in enumerate(ranks) if r == rank) for rank in range(plan.pp)
-    ]
+    per_rank = _by_rank(costs, plan, busy_s)
     slowest = max(range(plan.pp), key=per_rank.__getitem__)
-    busy = costs.micro_batches * per_rank[slowest]
+    m, busy = costs.micro_batches, costs.micro_batches * per_rank[slowest]
     if plan.pp == 1:
         bubble = 0.0
     elif exact or plan.in_flight is not None or any(stage.line_s for stage in costs.stages):
-        bubble = _simulated_s(costs, plan, forward, backward, weight, sends) - busy
+        bubble = _simulated_s(costs, plan, forward, backward, weight, busy_s, sends) - busy
     else:
-        bubble = bubble_s(plan, weight, ranks, sends, per_rank, slowest)
-    own = [stage for stage in costs.stages if stage.rank == slowest]
+        others, back, fill = (
+            sum(ranks) - ranks[slowest]
+            for ranks in (per_rank, _by_rank(costs, plan, backward), _by_rank(costs, plan, weight))
+        )
+        bubble = bubble_s(plan, others, back, fill) + 2 * sum(sends[: plan.pp - 1])
+    shares = _shares(plan, slowest)
+    own = [(stage, m * shares[stage.rank]) for stage in costs.stages if stage.rank in shares]
     gather, reduce, update = costs.once[slowest]
-    passes = [cost for stage in own for cost in (stage.forward, stage.backward, stage.weight)]
-    last = sum(c.compute_s(constants) for stage in own for c in (stage.backward, stage.weight))
-    first = sum(stage.forward.compute_s(constants) for stage in own)
+    passes = [(cost, times) for stage, times in own for cost in (stage.forward, stage.backward, stage.weight)]
+    last = sum(c.compute_s(constants) * times / m for stage, times in own for c in (stage.backward, stage.weight))
+    first = sum(stage.forward.compute_s(constants) * times / m for stage, times in own)
     exposed = exposed_s(reduce, last, constants) + exposed_s(gather, first, constants)
-    m = costs.micro_batches
-    compute = m * sum(c.compute_s(constants) for c in passes)
-    host = m * sum(max(0.0, c.host_s(constants) - c.compute_s(constants)) for c in passes) + constants.step_s
+    compute = sum(times * cost.compute_s(constants) for cost, times in passes)
+    waits = [times * max(0.0, c.host_s(constants) - c.compute_s(constants)) for s, times in own for c in units(s, plan)]
+    host = sum(waits) + constants.step_s
     once = update.seconds(constants)
     communication = max(0.0, busy - compute - host + constants.step_s) + exposed
     return TimeBreakdown(
         compute=compute, host=host, communication=communication, bubble=max(0.0, bubble), optimizer=once,
-        by_part=_parts(passes, m),
-        by_dimension=_dimensions([*passes], [gather, reduce], m, constants),
+        by_part=_parts(passes),
+        by_dimension=_dimensions([*passes, (gather, 1), (reduce, 1)], constants),
     )  # fmt: skip
 
 
-def pass_seconds(costs: StepCost, constants: Constants) -> tuple[list[float], list[float], list[float]]:
-    """Of each stage, one micro-batch: forward, backward, weight. Equal stages share their costs."""
-    all_passes = [cost for stage in costs.stages for cost in (stage.forward, stage.backward, stage.weight)]
-    seconds = {id(cost): cost.seconds(constants) for cost in {id(cost): cost for cost in all_passes}.values()}
-    found = [seconds[id(cost)] for cost in all_passes]
-    return found[0::3], found[1::3], found[2::3]
+def units(stage: StageCost, plan: Plan) -> tuple[Cost, ...]:
+    """What a rank runs of a stage as one: communication of a unit may hide behind all of its computation."""
+    if joins(plan.schedule, plan):
+        return (_sum(stage.forward, stage.backward, stage.weight),)
+    return stage.forward, stage.backward, stage.weight
+
+
+def joins(schedule: str, plan: Plan) -> bool:
+    """Whether `schedule` (plan.schedule, or another for the same plan) runs the forward pass of a micro-batch and the
+    backward pass of another as one: DualPipe's, but not under ZeRO-3, which gathers weights between them."""
+    return schedule in ("dualpipe", "dualpipev") and plan.overlap_dispatch and plan.zero != 3
+
+
+def _sum(*costs: Cost) -> Cost:
+    total = Cost()
+    for cost in costs:
+        total.add(cost, 1)
+    return total
+
+
+def pass_seconds(
+    costs: StepCost, plan: Plan, constants: Constants
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Of each stage, one micro-batch: forward, backward, weight, and all three as the rank runs them (`units`).
+
+    Equal stages share their costs.
+    """
+    seen: dict[tuple[int, int, int], tuple[float, float, float, float]] = {}
+    found = []
+    for stage in costs.stages:
+        key = id(stage.forward), id(stage.backward), id(stage.weight)
+        if key not in seen:
+            f, b, w = (cost.seconds(constants) for cost in (stage.forward, stage.backward, stage.weight))
+            joined = units(stage, plan)[0].seconds(constants) if joins(plan.schedule, plan) else f + b + w
+            seen[key] = f, b, w, joined
+        found.append(seen[key])
+    forward, backward, weight, whole = (list(values) for values in zip(*found, strict=True))
+    return forward, backward, weight, whole
+
+
+def _shares(plan: Plan, rank: int) -> dict[int, float]:
+    """Whose stages a rank runs, and the share of the micro-batches that it runs them for.
+
+    DualPipe's ranks hold the stage of their own place and that of its mirror image, each for half of the micro-batches.
+    """
+    if plan.schedule != "dualpipe":
+        return {rank: 1.0}
+    mirror = plan.pp - 1 - rank
+    return {rank: 1.0} if mirror == rank else {rank: 0.5, mirror: 0.5}
+
+
+def _by_rank(costs: StepCost, plan: Plan, values: list[float]) -> list[float]:
+    """Of stages, added up by rank."""
+    found = [0.0] * plan.pp
+    for stage, value in zip(costs.stages, values, strict=True):
+        found[stage.rank] += value
+    if plan.schedule == "dualpipe":
+        return [(a + b) / 2 for a, b in zip(found, reversed(found), strict=True)]
+    return found
 
 
 def predict_time(
@@ -95,45 +146,55 @@ def exposed_s(cost: Cost, behind_s: float, constants: Constants) -> float:
 
 
 def _simulated_s(
-    costs: StepCost, plan: Plan, forward: list[float], backward: list[float], weight: list[float], sends: list[float]
+    costs: StepCost, plan: Plan, forward: list[float], backward: list[float], weight: list[float],
+    busy: list[float], sends: list[float],
 ) -> float:  # fmt: skip
     """All passes, one by one. A line between regions passes micro-batches one after the other, which takes at least
     what the first takes through all stages and back, and the others over the line."""
     m, line_s = costs.micro_batches, max(stage.line_s for stage in costs.stages)
     orders = orders_of(plan, m)
-    result = simulate_pipeline(plan.schedule, plan.pp, plan.vpp, m, forward, backward, weight, sends, orders=orders)
+    result = simulate_pipeline(
+        plan.schedule, plan.pp, plan.vpp, m, forward, backward, weight, sends, pair_s=busy, orders=orders
+    )
     if not line_s:
         return result.total_s
     first = sum(forward) + sum(backward) + sum(weight) + 2 * sum(sends[: plan.pp - 1])
     return max(result.total_s, first + (m - 1) * line_s)
 
 
-def bubble_s(
-    plan: Plan, weight: list[float], ranks: list[int], sends: list[float], per_rank: list[float], slowest: int
-) -> float:  # fmt: skip
-    """Seconds that the slowest rank waits, in closed form: a micro-batch (or a chunk of it) passes all others."""
-    others = sum(per_rank) - per_rank[slowest]
-    wait = others if plan.schedule == "gpipe" else others / plan.vpp
-    if plan.schedule == "zero_bubble":  # weight gradients fill what they can
-        fill = sum(weight) - sum(w for w, rank in zip(weight, ranks, strict=True) if rank == slowest)
-        wait = max(0.0, wait - 2 * fill / plan.vpp)
-    return wait * HALVED.get(plan.schedule, 1.0) + 2 * sum(sends[: plan.pp - 1])
+def bubble_s(plan: Plan, others: float, back: float, fill: float) -> float:
+    """Seconds that the slowest rank waits for computation, in closed form: a micro-batch (or a chunk of it) passes all
+    others. others: one micro-batch on all other ranks; back, fill: of it gradients of inputs, and of weights, which
+    fill what they can. zbv: Zero Bubble (arXiv 2401.10241, §6); dualpipe, dualpipev: DeepSeek-V3 (arXiv 2412.19437,
+    table 2).
+    """
+    match plan.schedule:
+        case "gpipe":
+            return others
+        case "zero_bubble":
+            return max(0.0, (others - 2 * fill) / plan.vpp)
+        case "zbv":
+            return max(back / 2, back - fill)
+        case "dualpipev":
+            return max(0.0, (others + back - 2 * fill) / 2)
+        case "dualpipe":
+            return max(0.0, (plan.pp / 2 - 1) / (plan.pp - 1) * (others + back - 2 * fill))
+    return others / plan.vpp
 
 
-def _parts(passes: list[Cost], m: int) -> dict[str, float]:
+def _parts(passes: list[tuple[Cost, float]]) -> dict[str, float]:
     parts: dict[str, float] = {}
-    for cost in passes:
+    for cost, times in passes:
         for name, seconds in cost.parts.items():
-            parts[name] = parts.get(name, 0.0) + m * seconds
+            parts[name] = parts.get(name, 0.0) + times * seconds
     return parts
 
 
-def _dimensions(passes: list[Cost], once: list[Cost], m: int, constants: Constants) -> dict[str, float]:
+def _dimensions(costs: list[tuple[Cost, float]], constants: Constants) -> dict[str, float]:
     """Seconds of all collectives of a dimension, hidden or not."""
     found: dict[str, float] = {}
-    for times, costs in ((m, passes), (1, once)):
-        for cost in costs:
-            for (dimension, between, _), seconds in cost.collectives.items():
-                factor = constants.between if between else constants.inside
-                found[dimension] = found.get(dimension, 0.0) + times * seconds * factor
+    for cost, times in costs:
+        for (dimension, between, _), seconds in cost.collectives.items():
+            factor = constants.between if between else constants.inside
+            found[dimension] = found.get(dimension, 0.0) + times * seconds * factor
     return found

@@ -17,6 +17,7 @@ from moestro.hardware.figures import Figure
 from moestro.hardware.profile import MachineProfile, Sample
 from moestro.predict.cache import known_curves
 from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.costs import KERNEL_CLASSES
 from moestro.predict.curves import DeviceCurves, profile_curves
 from moestro.predict.pools import Line, Part
 from moestro.predict.processes import CALLS, in_steps, of_processes
@@ -75,10 +76,9 @@ class Target:
         if self.cores is None:
             return self.constants
         lacks = max(1.0, ranks * (self.threads or 1) / self.cores)
-        slower = {name: lacks * getattr(self.constants, name) for name in ("gemm", "grouped", "attention", "memory")}
-        low = {name: lacks * getattr(self.constants, name) for name in ("gemm_low", "grouped_low", "optimizer")}
+        slower = {name: lacks * getattr(self.constants, name) for name in KERNEL_CLASSES}
         launch_s = self.constants.launch_s * max(1.0, ranks / self.cores)
-        return self.constants.model_copy(update={**slower, **low, "launch_s": launch_s})
+        return self.constants.model_copy(update={**slower, "launch_s": launch_s})
 
 
 def target_of(name: str, devices: int | None = None) -> Target:

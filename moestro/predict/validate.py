@@ -11,7 +11,7 @@ import numpy as np
 from moestro.config.counts import count
 from moestro.errors import MoestroError
 from moestro.hardware.catalog import load_device
-from moestro.predict.confidence import residuals_of
+from moestro.predict.confidence import interval, residuals_of
 from moestro.predict.constants import Calibration, load_calibration
 from moestro.predict.costs import StepCost
 from moestro.predict.fit import Priced, fit_calibration, left_out, predicted, source_of
@@ -128,6 +128,27 @@ def null_model(runs: Sequence[PublicRun]) -> dict[int, float]:
             if len(others):
                 found[row] = ideal * float(np.median(others))
     return found
+
+
+def coverage(rows: Sequence[Row]) -> float | None:
+    """The share of runs inside their 80 % intervals, made of all other sources' errors; None: there is one source.
+
+    Errors of `rows` say nothing of themselves this way; four of five should be inside.
+    """
+    sources = {source_of(row.run) for row in rows}
+    if len(sources) < 2:
+        return None
+    inside = 0
+    for source in sources:
+        others = [(row.run, row.predicted) for row in rows if source_of(row.run) != source]
+        residuals = (*residuals_of(others, unseen=False), *residuals_of(others, unseen=True))
+        calibration = Calibration(residuals=residuals)
+        for row in rows:
+            if source_of(row.run) == source:
+                run = row.run
+                found = interval(row.predicted, run.workload, run.device, run.num_devices, calibration)
+                inside += found.low <= run.measured <= found.high
+    return inside / len(rows)
 
 
 def groups(rows: Sequence[Row], key: Callable[[Row], str]) -> list[Group]:

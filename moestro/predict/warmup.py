@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from moestro.config.plan import Plan
-from moestro.predict.orders import Order, Pass
+from moestro.predict.orders import Order, one_f_one_b
 
 
 def in_flight_over_links(
@@ -38,12 +38,4 @@ def orders_of(plan: Plan, micro_batches: int) -> list[Order] | None:
 
 def deep_orders(in_flight: Sequence[int], micro_batches: int) -> list[Order]:
     """1F1B's passes where rank r holds in_flight[r] micro-batches at most."""
-    return [_order(rank, held, micro_batches) for rank, held in enumerate(in_flight)]
-
-
-def _order(rank: int, held: int, m: int) -> Order:
-    warm = min(held, m) - 1
-    order = [Pass("F", rank, i) for i in range(warm)]
-    for i in range(m - warm):
-        order += [Pass("F", rank, warm + i), Pass("B", rank, i)]
-    return order + [Pass("B", rank, i) for i in range(m - warm, m)]
+    return [one_f_one_b(rank, held, micro_batches) for rank, held in enumerate(in_flight)]

@@ -159,7 +159,7 @@ class TestPredict:
         assert "traced for 4 ranks, and there are 2" in crowded.err
         mixed = predict("--trace", "my:step", PRESET, "--hardware", "h100-8")
         assert mixed.code == 2
-        assert "leave the preset" in mixed.err
+        assert "leave the preset out" in mixed.err
 
     def test_writes_a_trace(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "trace.json"

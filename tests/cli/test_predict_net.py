@@ -40,7 +40,7 @@ def test_values_reach_the_net() -> None:
     [
         (("--net", "affma"), "Did you mean 'affmae'"),
         (("olmoe-tiny", "--net", "affmae"), "no preset"),
-        (("--net", "affmae", "--from", "runs/x"), "no --from"),
+        (("--net", "affmae", "--from", "runs/x"), "leave --from out"),
         (("--net", "affmae", "ranks=16", "--devices", "8"), "16 ranks"),
         (("--net", "affmae", "batch"), "batch"),
     ],

@@ -67,3 +67,12 @@ def test_mistakes(arguments: list[str], error: str) -> None:
     done = moestro(*arguments)
     assert done.code == 2
     assert error in " ".join(done.err.split())
+
+
+def test_kernels_drawn_as_one_are_named_by_first_and_last(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = moestro(*STEP, "--simulate", "--perfetto", str(path))
+    assert done.code == 0, done.err
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("tid") == 1}
+    assert any(name.startswith("look-up … ") for name in names)
+    assert not any(name.count(" … ") > 1 for name in names)

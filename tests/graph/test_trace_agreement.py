@@ -11,7 +11,7 @@ from moestro.graph.trace.agreement import BASE, LAYOUTS, WORLD, Figure, compare,
 FAMILIES = (
     "olmoe-tiny", "mixtral-tiny", "qwen3-moe-tiny", "deepseek-v3-tiny", "telechat3-tiny",
 )  # fmt: skip
-HARDEST = (("olmoe-tiny", "zero3"), ("olmoe-tiny", "1f1b"), ("deepseek-v3-tiny", "tp·ep"))
+HARDEST = (("olmoe-tiny", "1f1b"),)
 OTHERS = {
     "ds-moe-tiny": "a trace routes to a part of the experts where all are trained",
     "gpt-oss-tiny": "sliding layers with sinks are traced with the mask and the further key that only CPUs need",
@@ -30,10 +30,12 @@ APART = {
 # Balanced routing is even to the last row, but which ranks a token's experts are on together is drawn at random, and
 # what is counted is its average. The draw does not know that a token's choices may be limited to few groups.
 DRAWN = {"sent": 0.06, "saved": 0.025}
+# Where copies of tokens do not divide among experts, each has a row more or less than the average.
+ODD = 2e-3
 LIMITED = 0.16
 
 
-def differing(found: list[Figure], limited: bool = False) -> list[str]:
+def differing(found: list[Figure], limited: bool = False, odd: bool = False) -> list[str]:
     routed = any(figure.name.startswith("all_to_all") for figure in found)
     lines = []
     for figure in found:
@@ -42,6 +44,8 @@ def differing(found: list[Figure], limited: bool = False) -> list[str]:
             limit = 2e-4  # slices of weights are padded, by parameters whose sizes nobody keeps
         if routed and (figure.of == "saved" or figure.name.startswith("all_to_all")):
             limit = LIMITED if limited and figure.of == "sent" else DRAWN[figure.of]
+        if odd and figure.name.endswith("products"):
+            limit = ODD
         if abs(figure.ratio - 1) > limit:
             lines.append(f"{figure.of} {figure.name}: {figure.traced:.0f} traced, {figure.counted:.0f} counted")
     return lines
@@ -62,8 +66,14 @@ def cells() -> list[object]:
 
 
 def agree(family: str, layout: tuple[str, ...]) -> list[str]:
-    router = load_config(family).config.model.moe
-    return differing(compare(family, layout), limited=router is not None and router.router.num_groups > 1)
+    config = load_config(family, [*BASE, *layout]).config
+    moe = config.model.moe
+    assert moe is not None
+    copies = (
+        config.train.micro_batch_size * config.data.seq_len * config.model.top_k_of_layer(config.model.num_layers - 1)
+    )
+    odd = copies % moe.resolved_num_experts != 0
+    return differing(compare(family, layout), limited=moe.router.num_groups > 1, odd=odd)
 
 
 @pytest.mark.parametrize(("family", "layout"), cells())

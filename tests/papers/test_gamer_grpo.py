@@ -22,6 +22,15 @@ class TestAdapters:
         assert gamer_grpo.check_adapters().verdict == "does not hold"
 
 
+class TestBudget:
+    def test_16_gb_hold_adapters_and_not_all_weights(self) -> None:
+        assert gamer_grpo.check_budget().verdict == "holds"
+
+    def test_a_smaller_card_is_too_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gamer_grpo, "CARD_GB", 6.0)
+        assert gamer_grpo.check_budget().verdict == "holds in part"
+
+
 class TestGroups:
     @pytest.mark.parametrize(
         ("accuracy", "group", "share"),
@@ -72,4 +81,4 @@ class TestMemoryAndScores:
 def test_whole_row() -> None:
     result = gamer_grpo.run(lambda done, total, what: None)
     assert result.checks[0].verdict == "holds in part"
-    assert len(result.checks) == 7
+    assert len(result.checks) == 8

@@ -8,6 +8,7 @@ import torch
 
 from moestro.data.batches import IGNORE
 from moestro.model.media import placeholder
+from moestro.plan import rates
 from papers import mm1, mm1_exact
 from papers.mm1 import CONNECTORS, SEEDS, TOKENS, Job, Losses
 from papers.result import PaperResult
@@ -19,6 +20,7 @@ class TestExactChecks:
         "check",
         [
             mm1_exact.check_learning_rates,
+            mm1_exact.check_extrapolation,
             mm1_exact.check_share,
             mm1_exact.check_sizes,
             mm1_exact.check_mixture,
@@ -38,6 +40,10 @@ class TestExactChecks:
     def test_a_rate_that_is_off_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mm1_exact, "RATES", {3e9: 6e-5, 7e9: 4e-5, 30e9: 1.8e-5})
         assert mm1_exact.check_learning_rates().verdict == "holds in part"
+
+    def test_an_interval_that_is_too_narrow_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rates, "SHARE", 0.4)
+        assert mm1_exact.check_extrapolation().verdict == "does not hold"
 
     def test_the_budget_is_flagged(self) -> None:
         check = mm1_exact.check_budget()
@@ -141,4 +147,4 @@ def test_record_agrees_with_its_figures() -> None:
 def test_reproduction() -> None:
     result: PaperResult = mm1.run(lambda done, total, what: None)
     assert all(math.isfinite(value) for value in result.figures.values())
-    assert len(result.checks) == 12
+    assert len(result.checks) == 13

@@ -6,7 +6,7 @@ from moestro.config import load_config
 from moestro.config.plan import Workload
 from moestro.errors import MoestroError
 from moestro.graph.convert import workload_of
-from moestro.plan.search import PARALLEL_FROM, SHARE, Candidate, front_of, search
+from moestro.plan.search import PARALLEL_FROM, Candidate, front_of, search
 from moestro.plan.space import Space, plan_of, space_of
 from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target, target_of
@@ -41,7 +41,7 @@ def test_the_best_and_the_front_are_those_of_all_plans(device: str) -> None:
     there = device_bytes(target, 8)
     assert there is not None
     every = everything(work, target, space)
-    fit = [one for one in every if one.needed_bytes <= SHARE * there]
+    fit = [one for one in every if one.total_bytes <= there]
     assert [one.step_s for one in found.best] == pytest.approx(sorted(one.step_s for one in fit)[:5])
     assert found.tally.too_big == len(every) - len(fit), "those that were skipped all fit"
     expected = front_of(fit)
@@ -75,7 +75,7 @@ def test_several_processes_find_the_same() -> None:
 def test_nothing_fits() -> None:
     work, target = workload("deepseek-v3"), target_of("h100-sxm", 8)
     space = space_of(work, 8, 8, {**SMALL, "zero": (1,)})
-    least = min(one.needed_bytes for one in everything(work, target, space))
+    least = min(one.total_bytes for one in everything(work, target, space))
     with pytest.raises(MoestroError, match=rf"none of .* plans fits: a device has 80.0 GB, .* {least / 1e9:.1f} GB"):
         search(work, target, 8, space)
 

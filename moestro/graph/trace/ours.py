@@ -13,7 +13,7 @@ from moestro.config import Config
 from moestro.config.counts import resolved_model
 from moestro.config.plan import RoutingConfig
 from moestro.data.batches import Batch
-from moestro.graph.trace.recorder import Event, Exchange, Memory, Recorder
+from moestro.graph.trace.recorder import Event, Exchange, Memory, Op, Recorder
 from moestro.graph.trace.session import recording
 from moestro.graph.words import Parameters
 from moestro.optim.slots import fresh_state
@@ -31,8 +31,8 @@ class StageTrace:
     index: int
     layers: tuple[int, ...]
     parameters: Parameters
-    # Bytes that one micro-batch leaves behind for its backward pass, with what came from the stage before and goes to
-    # the next; without gathered weights and copies of weights in another type.
+    # Bytes that one micro-batch leaves behind for its backward pass, with its copies of weights in another type, and
+    # with what came from the stage before and goes to the next; without gathered weights.
     saved: int
     stream_bytes: int  # of what goes to the next stage
 
@@ -96,13 +96,16 @@ def trace_rank(
     ]
     events = recorder.events
     if layout.pp == 1 and layout.fsdp > 1:
-        events = _late(events, (0, short_layout.micro_batches - 1))
+        events = _late(events)
     return RankTrace(layout, rank, events, recorder.memory, stages, groups)
 
 
 def _shortened(config: Config, layout: Layout) -> Config:
-    """The same with as few micro-batches as the schedule takes."""
-    wanted = 1 if layout.pp == 1 else len(layout.stages) if layout.schedule == "dualpipev" else layout.pp
+    """The same with as few micro-batches as the schedule takes. Where gradients come to be in backward, a second one
+    finds those of the first in memory."""
+    wanted = 2 if layout.zero != 1 else 1
+    if layout.pp > 1:
+        wanted = len(layout.stages) if layout.schedule == "dualpipev" else layout.pp
     count = min(layout.micro_batches, wanted)
     size = count * layout.micro_batch_size * layout.batch_ranks
     changes = {"global_batch_size": size, "micro_batch_size": layout.micro_batch_size}
@@ -131,7 +134,7 @@ def _watch(stage: Stage, number: int, recorder: Recorder) -> list[int]:
     def leave(*_: Any) -> None:
         recorder.phase, recorder.micro = "between", None
         first, other = before[-1]
-        kept = sum(life.bytes for life in lives[first:] if life.died is None and not life.of_weight)
+        kept = sum(life.bytes for life in lives[first:] if life.died is None)
         saved.append(kept + other - _gathered(stage))
 
     stage.register_forward_pre_hook(enter, prepend=True)
@@ -159,14 +162,16 @@ def _unsharded(parameter: Any) -> list[Tensor]:
     return [] if whole is None else [whole]
 
 
-def _late(events: list[Event], micro: tuple[int, int]) -> list[Event]:
-    """FSDP2 reduces the root's gradients when backward has ended, but they are of this micro-batch."""
-    return [
-        replace(e, place=e.place._replace(micro=micro))
-        if isinstance(e, Exchange) and e.place.phase == "backward" and e.place.micro is None
-        else e
-        for e in events
-    ]
+def _late(events: list[Event]) -> list[Event]:
+    """FSDP2 reduces the root's gradients when backward has ended, but they are of the micro-batch before."""
+    found, micro = list[Event](), None
+    for event in events:
+        if isinstance(event, (Op, Exchange)) and event.place.micro is not None:
+            micro = event.place.micro
+        elif isinstance(event, Exchange) and event.place.phase == "backward":
+            event = replace(event, place=event.place._replace(micro=micro))
+        found.append(event)
+    return found
 
 
 class _Watched:

@@ -1,5 +1,7 @@
 """Everything that has to be in place while a program is traced, and what is left of it afterwards."""
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,6 +51,10 @@ def recording(
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", _listed(FakeTensor.tolist, recorder)))
         stack.enter_context(mock.patch.object(FakeWork, "wait", _waited(FakeWork.wait, recorder)))
         VirtualDevice.listener = recorder.note_sync
+        # PyTorch prints a traceback of its own for shapes that do not fit; the error says it in a line.
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # of a copied module
         for context in (fused_kernels(), Shapes(), recorder):
             stack.enter_context(context)
         yield recorder, device

@@ -30,24 +30,28 @@ def find(name: str) -> Callable[..., Any]:
     """The function of "module:function", with the current directory among the places to look in.
 
     Raises:
-        MoestroError: there is none.
+        MoestroError: there is none, or its module fails.
     """
     module, _, function = name.partition(":")
     if not function:
         raise MoestroError(f"'{name}' names no function; write module:function, for example train:step")
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        home = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MoestroError(
             f"there is no module '{error.name}' ({name}); call from the directory that it is in"
         ) from error
-    except AttributeError as error:
-        raise MoestroError(f"module '{module}' has no function '{function}'") from error
+    except (Exception, SystemExit) as error:
+        raise MoestroError(f"module '{module}' cannot be imported: {_reason(error)}") from error
     finally:
         sys.path.pop(0)
-    result: Callable[..., Any] = found
-    return result
+    if not hasattr(home, function):
+        raise MoestroError(f"module '{module}' has no function '{function}'")
+    found: Callable[..., Any] = getattr(home, function)
+    if not callable(found):
+        raise MoestroError(f"'{function}' of module '{module}' is no function")
+    return found
 
 
 def trace(
@@ -76,11 +80,8 @@ def trace(
                 function()
             except MoestroError:
                 raise
-            except Exception as error:
-                reason = str(error).splitlines()[0] if str(error) else ""
-                raise MoestroError(
-                    f"tracing failed at {_last_line(error)}: {type(error).__name__}: {reason}"
-                ) from error
+            except (Exception, SystemExit) as error:
+                raise MoestroError(f"tracing failed{_last_line(error)}: {_reason(error)}") from error
     ended_s = time.perf_counter()
     if not steps.starts:
         raise MoestroError("the traced function ran no module")
@@ -189,11 +190,17 @@ def _held(parameter: Tensor) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    """The innermost line of the program itself: not of PyTorch, nor of this package."""
-    found, step = "?", error.__traceback__
+    """Where: the innermost line of the program itself, not of PyTorch nor of this package; "" if there is none."""
+    found, step = "", error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
         if "site-packages" not in file and os.path.dirname(__file__) not in file:
-            found = f"{file}:{step.tb_lineno}"
+            found = f" at {file}:{step.tb_lineno}"
         step = step.tb_next
     return found
+
+
+def _reason(error: BaseException) -> str:
+    """In one line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""Placements by integer programs: layers and recomputation, experts, circuits, stages over regions."""
