@@ -31,6 +31,9 @@ def plan(
         int | None, typer.Option(min=1, help="How many; by default the cluster's, a node's, or 1 with --profile.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=100, help="How many plans to show.")] = 8,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Then share out layers and recomputation over the best pipeline's stages.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a TOML file for `moestro train`.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
@@ -48,6 +51,8 @@ def plan(
     space = space_of(workload, count, target.place.node_size, values)
     workers = workers or default_workers()
     found = search(workload, target, count, space, keep=max(20, top), exact=top, workers=workers)
+    if balance and not _balance(found, workload, target) and not as_json:
+        typer.echo("--balance: no other placement of layers and recomputation is faster\n")
     keep_curves(target)
     if out is not None:
         others = [text for text in overrides or () if not text.startswith(("plan.", "workload."))]
@@ -58,6 +63,22 @@ def plan(
     _print(preset, found, workload, target, count)
     if out is not None:
         typer.echo(f"\nplan  {out}: `moestro train {out}`")
+
+
+def _balance(found: "Found", workload: "Workload", target: "Target") -> bool:
+    """Put the first plan's balanced form before it, and say whether it is faster."""
+    from moestro.plan.ilp.balance import balance
+    from moestro.predict.predict import predict_step
+
+    plan, before = found.exact[0]
+    if plan.pp == 1:
+        return False
+    balanced = balance(workload, plan, target)
+    after = predict_step(workload, balanced, target, exact=True)
+    faster = after.step_s.value < before.step_s.value
+    if faster:
+        found.exact.insert(0, (balanced, after))
+    return faster
 
 
 def _print(preset: str, found: "Found", workload: "Workload", target: "Target", devices: int) -> None:

@@ -11,10 +11,10 @@ from moestro.predict.words import TimeBreakdown
 LEAST = 0.002  # of a step: smaller differences are not told
 # Fields of a plan that are told apart, in this order; all others would be noise in a table.
 TOLD = (
-    "pp", "dp", "cp", "tp", "ep", "etp", "zero", "shard", "schedule", "vpp", "micro_batch_size", "recompute",
-    "recompute_layers", "expert_chunks", "expert_recompute", "dispatch", "overlap_dispatch", "overlap_tensor",
-    "context", "sequence_parallel", "offload", "bucket_bytes", "overlap_gradients", "overlap_parameters",
-    "gradient_dtype",
+    "pp", "dp", "cp", "tp", "ep", "etp", "zero", "shard", "schedule", "vpp", "layers_per_stage", "micro_batch_size",
+    "recompute", "recompute_layers", "recompute_per_stage", "expert_chunks", "expert_recompute", "dispatch",
+    "overlap_dispatch", "overlap_tensor", "context", "sequence_parallel", "offload", "bucket_bytes",
+    "overlap_gradients", "overlap_parameters", "gradient_dtype",
 )  # fmt: skip
 
 
