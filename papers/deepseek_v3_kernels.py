@@ -71,7 +71,7 @@ def rate(shape: Shape, device: str = DEVICE) -> float:
 def shipped() -> set[Shape]:
     """Shapes of the H800 among the samples that its curve was fitted to."""
     found = [s for s in read_gemm()[0] if s.case.get("device") == DEVICE and s.op in ("gemm", "grouped_gemm")]
-    return {(int(s.case.get("groups", 1)), *(int(s.number(name)) for name in ("m", "n", "k"))) for s in found}  # type: ignore[misc]
+    return {(int(s.case.get("groups", 1)), int(s.number("m")), int(s.number("n")), int(s.number("k"))) for s in found}
 
 
 def errors(table: dict[Shape, float], device: str = DEVICE) -> dict[Shape, float]:

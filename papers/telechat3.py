@@ -24,6 +24,7 @@ import numpy as np
 from moestro.errors import MoestroError
 from moestro.predict.dry_run import (
     MOST_CONDITION,
+    End,
     Probe,
     StageMemory,
     conditioning,
@@ -88,8 +89,8 @@ def dry_run(most_in_flight: int) -> list[Probe]:
         both = min(selective, communication)
         kinds = {"selective": selective - both, "comm": communication - both, "both": both}
         layers = {"none": EVEN_LAYERS + offset - sum(kinds.values()), **kinds}
-        end = {0: "first", STAGES - 1: "last"}.get(stage, "middle")
-        probes.append(Probe(layers, min(STAGES - stage, most_in_flight), end))  # type: ignore[arg-type]
+        end: End = "first" if stage == 0 else "last" if stage == STAGES - 1 else "middle"
+        probes.append(Probe(layers, min(STAGES - stage, most_in_flight), end))
     return probes
 
 

@@ -16,7 +16,7 @@ What is not: the published errors and the choice of shardings, which need the GP
 embeddings with reuse; all-to-all of uneven sizes. The repository holds no raw timings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -212,7 +212,7 @@ def table_errors() -> dict[str, HeldOut]:
     return found
 
 
-def _fit_max(points: Sequence[tuple[float, float]]):  # type: ignore[no-untyped-def]
+def _fit_max(points: Sequence[tuple[float, float]]) -> Callable[[tuple[float, float]], float]:
     """max(α, bytes/β)."""
     sizes, times = (np.array(each) for each in zip(*points, strict=True))
 

@@ -40,10 +40,13 @@ def plan(
 ) -> None:
     """Search all layouts of a run for the fastest that fits in memory, and say why. docs/planning.md tells more."""
     from moestro.cli.asked import keep_curves, read_workload, target_asked
+    from moestro.errors import MoestroError
     from moestro.plan.file import write_plan
     from moestro.plan.search import default_workers, search
     from moestro.plan.space import space_of
 
+    if out is not None and not out.parent.is_dir():
+        raise MoestroError(f"--out {out}: there is no folder {out.parent}")
     _, workload, given = read_workload(preset, overrides or ())
     target = target_asked(hardware, profile, devices)
     count = devices or target.devices or (1 if target.host_computes else target.place.device.devices_per_node or 1)

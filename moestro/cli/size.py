@@ -232,14 +232,14 @@ def _alignment(profile: Path | None, workload: "Workload") -> "Alignment":
 
 def _budget(given: dict[str, float | None], batch: int, context: int) -> "Budget":
     from moestro.errors import MoestroError
-    from moestro.plan.shape_search import Budget
+    from moestro.plan.shape_search import Budget, Kind
 
-    units: dict[Any, float] = {"params": 1.0, "flops": 1.0, "latency": 1e-3, "memory": 1e9}
-    named = [(kind, value) for kind, value in given.items() if value is not None]
+    units: dict[Kind, float] = {"params": 1.0, "flops": 1.0, "latency": 1e-3, "memory": 1e9}
+    named = [(kind, value) for kind in units if (value := given[kind]) is not None]
     if len(named) != 1:
         raise MoestroError("give one budget: --params, --flops, --latency-ms or --memory-gb")
     (kind, value), *_ = named
-    return Budget(kind, value * units[kind], batch, context)  # type: ignore[arg-type]
+    return Budget(kind, value * units[kind], batch, context)
 
 
 def _points(texts: list[str]) -> tuple[list[tuple[float, float]], list[str]]:

@@ -2,6 +2,8 @@
 
 import heapq
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from moestro.predict.words import Prediction
 
 PARALLEL_FROM = 400  # families, from which several processes are worth their start
 MIB = 2.0**20
+ORPHAN_S = 1.0  # after which a process sees that its parent is gone
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,8 @@ def _in_processes(
     parts: list[list[Family]] = [[] for _ in range(workers)]
     for number, group in enumerate(groups.values()):
         parts[number % workers] += group
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+    context = get_context("fork")
+    with ProcessPoolExecutor(workers, context, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         found = list(pool.map(partial(sweep, workload, target, devices, space, keep), parts))
     whole = Found()
     for part in found:
@@ -208,6 +212,17 @@ def _in_processes(
     faster = _least([part.faster for part in found], lambda one: one.step_s)
     least = _least([part.least for part in found], lambda one: one.total_bytes)
     return replace(whole, best=best, front=front_of(whole.front), faster=faster, least=least)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent, which may have been killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _least(found: Iterable[Candidate | None], key: Callable[[Candidate], float]) -> Candidate | None:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
+from pydantic import ValidationError
+
 from moestro.config.model import ModelConfig
 from moestro.config.plan import Plan, Schedule, Workload
 from moestro.errors import MoestroError
@@ -152,7 +154,7 @@ def space_of(
     given: values for fields of Plan, instead.
 
     Raises:
-        MoestroError: `given` names what is not a field of the space.
+        MoestroError: `given` names what is not a field of the space, or a value that the field cannot have.
     """
     model, moe = workload.model, workload.model.moe
     powers = [2**i for i in range(devices.bit_length())]
@@ -192,7 +194,22 @@ def space_of(
     if unknown:
         known = ", ".join(field.name for field in fields(Space))
         raise MoestroError(f"a search has no plan.{min(unknown)}; it has {known}")
+    for name, values in (given or {}).items():
+        _check(name, values)
     return replace(space, **dict(given or {}))
+
+
+def _check(name: str, values: tuple[Any, ...]) -> None:
+    """Each by itself; what does not go together is left out of the search."""
+    if not values:
+        raise MoestroError(f"plan.{name}: nothing to try; give a value, or a list as [1, 2, 4]")
+    for value in values:
+        try:
+            Plan.model_validate({name: value})
+        except ValidationError as error:
+            for found in error.errors():
+                if found["loc"]:
+                    raise MoestroError(f"plan.{name} = {value}: {found['msg']}") from error
 
 
 def _kv_heads(model: ModelConfig) -> int:

@@ -47,6 +47,12 @@ def test_a_ranking_with_reasons_and_a_file_for_the_trainer(tmp_path: Path) -> No
         (("plan.pp=3",), "no plan of the search uses 8 devices"),
         (("--devices", "16"), "has 8 devices, not 16"),
         (("plan.nonsense=1",), "no plan.nonsense"),
+        (("plan.pp=abc",), r"plan\.pp = abc: Input should be a valid integer"),
+        (("plan.pp=[1,0]",), r"plan\.pp = 0: Input should be greater"),
+        (("plan.pp=[]",), r"plan\.pp: nothing to try"),
+        (("plan.zero=7",), r"plan\.zero = 7: Input should be"),
+        (("plan.schedule=foo",), r"plan\.schedule = foo"),
+        (("--out", "no/such/plan.toml"), "there is no folder"),
     ],
 )
 def test_mistakes_are_told(args: tuple[str, ...], message: str) -> None:

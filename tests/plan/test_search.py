@@ -1,5 +1,11 @@
 """The search against going through everything."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from moestro.config import load_config
@@ -84,3 +90,40 @@ def test_no_plan_at_all() -> None:
     work, target = workload(global_batch_size=3), target_of("h100-sxm", 8)
     with pytest.raises(MoestroError, match="no plan of the search uses 8 devices"):
         search(work, target, 8, space_of(work, 8, 8, {**SMALL, "pp": (1,), "tp": (1,)}))
+
+
+def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """Each writes its number when it starts; none is there a little after kill -9."""
+    code = f"""
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from moestro.plan.search import _end_with
+def work(n):
+    open(f"{tmp_path}/{{os.getpid()}}", "w").close()
+    time.sleep(60)
+with ProcessPoolExecutor(2, get_context("fork"), initializer=_end_with, initargs=(os.getpid(),)) as pool:
+    list(pool.map(work, range(2)))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    parent.kill()
+    parent.wait()
+    workers = [int(path.name) for path in tmp_path.iterdir()]
+    until(lambda: not any(alive(worker) for worker in workers))
+
+
+def until(done: Callable[[], bool], limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end, f"not so after {limit_s:g} s"
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    """Not counting what has ended and waits to be reaped."""
+    path = Path(f"/proc/{pid}/stat")
+    try:
+        return path.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
