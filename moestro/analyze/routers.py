@@ -24,8 +24,8 @@ from moestro.model.transformer import Transformer
 from moestro.optim.build import lr_factor
 from moestro.optim.update import Update
 from moestro.parallel.build import DTYPES, whole_parts
+from moestro.train.begin import with_vocabulary
 from moestro.train.engine import alone
-from moestro.train.loop import with_vocabulary
 from moestro.train.metrics import load_entropy
 from moestro.train.step import NonFiniteError, StepResult, train_step
 

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moestro.checkpoint.inspect import all_checkpoints, find_checkpoint
+from moestro.checkpoint.inspect import find_checkpoint
 from moestro.checkpoint.saver import AsyncSaver, Saved
-from moestro.checkpoint.store import Progress, checkpoints, load_checkpoint, newest_good, save_checkpoint
+from moestro.checkpoint.store import Progress, load_checkpoint, newest_good, save_checkpoint
 from moestro.config import Config, count
 from moestro.data.batches import TrainStream, ValidationStream
 from moestro.data.prepare import PreparedData, prepare
 from moestro.data.reference import xz_bits_per_byte
-from moestro.data.tokenizer import Tokenizer
-from moestro.data.trim import trim_sources
 from moestro.errors import MoestroError
 from moestro.hardware.device import device_name, resolve_device, synchronize
 from moestro.hardware.peak import measure_gemm_flops
@@ -27,6 +25,7 @@ from moestro.parallel.comm import Group, all_reduce, rank_in
 from moestro.parallel.experts import ExpertMix
 from moestro.parallel.logical import LogicalTensor
 from moestro.parallel.process import connected, world_size
+from moestro.train.begin import begin, open_folder, trimmed_data, with_vocabulary
 from moestro.train.engine import build_engine, build_update, change_engine
 from moestro.train.evaluate import EvalResult, evaluate
 from moestro.train.folder import RunFolder, environment
@@ -37,7 +36,7 @@ from moestro.train.progress import TrainProgress
 from moestro.train.schedule import schedules
 from moestro.train.step import NonFiniteError, StepResult, train_step
 from moestro.train.together import agreed_signal, main_first, on_main
-from moestro.train.trackers import Trackers, check_trackers
+from moestro.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -60,46 +59,12 @@ def train(config: Config) -> TrainResult:
         world = dist.group.WORLD if ranks > 1 else None
         main = rank_in(world) == 0
         path = Path(config.run.dir) / config.run.name
-        with _open(path, config.run.resume, world) as folder:
+        with open_folder(path, config.run.resume, world) as folder:
             prepared = main_first(world, lambda: prepare(config.data, encoders=config.model.encoders))
             config = with_vocabulary(config, prepared)
-            on_main(world, lambda: _begin(config, folder, prepared))
-            trimmed = main_first(world, lambda: _trimmed(config, prepared))
+            on_main(world, lambda: begin(config, folder, prepared))
+            trimmed = main_first(world, lambda: trimmed_data(config, prepared))
             return _Trainer(config, ranks, folder, prepared, trimmed, device, main).run()
-
-
-def _open(path: Path, resume: str, world: Group) -> RunFolder:
-    """The run's folder, held by the main rank; a refusal there is one everywhere."""
-    folder: list[RunFolder] = []
-
-    def hold() -> None:
-        folder.append(RunFolder(path))
-        if folder[0].has_run and resume == "never":
-            folder[0].close()
-            raise MoestroError(
-                f"{path} already holds a run; continue it with run.resume=auto or choose another run.name"
-            )
-
-    on_main(world, hold)
-    return folder[0] if folder else RunFolder(path, main=False)
-
-
-def _trimmed(config: Config, prepared: PreparedData) -> list[tuple[PreparedData, list[str]]]:
-    """Each phase's data, and notes on what was trimmed."""
-    return [trim_sources(prepared, config.in_phase(number).data) for number in range(config.num_phases)]
-
-
-def _begin(config: Config, folder: RunFolder, prepared: PreparedData) -> None:
-    """Refuse what cannot be trained or continued here, then note what will be."""
-    if folder.has_run:
-        folder.refuse_changes(config)
-    if config.run.init_from is not None and not checkpoints(folder.checkpoints):
-        _check_start(Path(config.run.init_from), prepared)
-    check_trackers(config)
-    _check_prompts(config, prepared)
-    _refuse_changed_text(folder, prepared)
-    folder.write_config(config)
-    prepared.tokenizer.save(folder.tokenizer)
 
 
 class _Trainer:
@@ -340,57 +305,6 @@ class _Trainer:
     def _write_references(self) -> None:
         if self.main:
             self.folder.write("references.json", json.dumps({"xz -9": xz_bits_per_byte(self.prepared)}))
-
-
-def with_vocabulary(config: Config, prepared: PreparedData) -> Config:
-    """The config with the size of the tokenizer's vocabulary, where it leaves that open.
-
-    Raises:
-        MoestroError: the model knows fewer token ids than the data have.
-    """
-    size = prepared.tokenizer.vocab_size
-    if prepared.vocab_size > max(config.model.vocab_size or 0, size):
-        raise MoestroError(
-            f"sources bring token ids up to {prepared.vocab_size - 1}; set model.vocab_size to at least "
-            f"{prepared.vocab_size}"
-        )
-    if config.model.vocab_size is None:
-        return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
-    if config.model.vocab_size < size:
-        raise MoestroError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {size}; "
-            "raise it or leave it out"
-        )
-    return config
-
-
-def _check_prompts(config: Config, prepared: PreparedData) -> None:
-    """Said before the first step, not after the last."""
-    for prompt in config.run.sample_prompts:
-        if len(prepared.tokenizer.encode(prompt)) + 1 >= config.model.max_seq_len:
-            raise MoestroError(f"run.sample_prompts: {prompt[:20]!r}… leaves no room in model.max_seq_len; shorten it")
-
-
-def _check_start(source: Path, prepared: PreparedData) -> None:
-    """Raise MoestroError when run.init_from cannot be begun from, before the folder holds a run."""
-    tokenizer = all_checkpoints(source)[-1].parent.parent / "tokenizer.json"
-    if tokenizer.is_file() and Tokenizer.load(tokenizer).fingerprint != prepared.tokenizer.fingerprint:
-        raise MoestroError(
-            f"run.init_from = {source} was trained with another tokenizer; set data.tokenizer.kind=file "
-            f"data.tokenizer.path={tokenizer}"
-        )
-
-
-def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:
-    """Raise MoestroError when the text is not the one this run was begun with; note it for the next time."""
-    checksums = json.dumps([shard.checksum for shard in (*prepared.train, *prepared.validation)])
-    note = folder.path / "data.json"
-    if note.exists() and note.read_text() != checksums:
-        raise MoestroError(
-            f"the text behind data.sources has changed since {folder.path} was begun; restore it or choose another "
-            "run.name"
-        )
-    folder.write(note.name, checksums)
 
 
 def _due(step: int, every: int | None) -> bool:
