@@ -20,6 +20,7 @@ def train(
     """
     from moestro.config import load_config
     from moestro.parallel.process import this_rank
+    from moestro.train.heartbeat import is_watched
     from moestro.train.phases import resolve_stretches
 
     # Before torch loads, and before any rank starts: a mistake is answered at once.
@@ -30,6 +31,11 @@ def train(
             "leave --nproc out, or start one process"
         )
     resolve_stretches(config, nproc or me.world_size, ranks_per_node=nproc)
+    if config.run.supervise and not is_watched():
+        from moestro.resilience.supervisor import supervise
+
+        debug = ["--debug"] if context.obj["debug"] else []
+        raise typer.Exit(supervise(config, ["train", preset, *(overrides or ()), *debug], nproc or 1, typer.echo))
     if nproc is not None and nproc > 1:
         from moestro.parallel.launch import launch
 

@@ -8,13 +8,14 @@ from moestro.config.base import Section
 from moestro.config.data import DataConfig, SourceConfig
 from moestro.config.model import ModelConfig
 from moestro.config.parallel import ParallelConfig
+from moestro.config.supervise import SuperviseConfig
 from moestro.config.train import OptimConfig, RunConfig, TrainConfig
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Config(Section):
-    """Everything `moestro train` needs: six sections, each a table of the TOML file."""
+    """Everything `moestro train` needs: seven sections, each a table of the TOML file."""
 
     description: str = ""
     model: ModelConfig
@@ -23,6 +24,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

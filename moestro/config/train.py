@@ -106,6 +106,7 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = "never"
     # A run's folder or a checkpoint whose weights and balancing state a new run starts from, instead of random ones.
     init_from: str | None = None
+    supervise: bool = False  # a process watches over the ranks and starts them again, as [supervise] says
     device: str = "auto"  # "auto": the accelerator if there is one, else "cpu"
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Prompts continued at the end of training for the report.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from moestro.parallel.process import LIFELINE, LOST_A_PEER
 # as long again.
 GRACE_S = 5.0
 KEPT_LINES = 400
+WATCH_S = 0.5
 
 
 def launch(nproc: int, argv: Sequence[str]) -> int:
@@ -34,7 +35,15 @@ def launch(nproc: int, argv: Sequence[str]) -> int:
 
 def run(command: Sequence[str], nproc: int) -> int:
     """Run `command` in `nproc` processes with the environment of torchrun; returns the exit status."""
-    ranks = _Ranks()
+    return run_watched(command, nproc).status()
+
+
+def run_watched(
+    command: Sequence[str], nproc: int, watch: Callable[["Ranks"], None] | None = None, **more: str
+) -> "Ranks":
+    """The same, with the ranks as they ended. watch: called every WATCH_S while they run; it may `kill` them. more:
+    variables of the environment."""
+    ranks = Ranks(watch, more)
     with ranks.signals_forwarded():
         try:
             ranks.start(command, nproc)
@@ -42,11 +51,14 @@ def run(command: Sequence[str], nproc: int) -> int:
         finally:
             ranks.end()
     ranks.show_failures()
-    return ranks.status()
+    return ranks
 
 
-class _Ranks:
-    def __init__(self) -> None:
+class Ranks:
+    """The processes of one start."""
+
+    def __init__(self, watch: Callable[["Ranks"], None] | None, more: Mapping[str, str]) -> None:
+        self._watch, self._more = watch, more
         self._processes: list[subprocess.Popen[bytes]] = []
         self._output: list[deque[bytes]] = []  # the last lines of each rank but the first
         self._readers: list[threading.Thread] = []
@@ -69,7 +81,7 @@ class _Ranks:
                 signal.signal(number, handler)
 
     def start(self, command: Sequence[str], nproc: int) -> None:
-        shared = _environment(nproc)
+        shared = _environment(nproc) | dict(self._more)
         end, self._lifeline = os.pipe()
         for rank in range(nproc):
             if self._asked is not None:
@@ -97,8 +109,14 @@ class _Ranks:
         while len(self._codes) < len(self._processes):
             try:
                 left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if self._watch is not None:
+                    left_s = WATCH_S if left_s is None else min(left_s, WATCH_S)
                 rank, code = self._ended.get(timeout=left_s)
             except queue.Empty:
+                if self._watch is not None:
+                    self._watch(self)
+                if deadline is None or time.monotonic() < deadline:
+                    continue
                 self._send_all(steps.pop(0))
                 deadline = time.monotonic() + GRACE_S if steps else None
                 continue
@@ -111,6 +129,24 @@ class _Ranks:
     def end(self) -> None:
         self._send_all(signal.SIGKILL)
         os.close(self._lifeline)
+
+    def kill(self) -> None:
+        """At once: a rank that hangs does not hear SIGTERM."""
+        self._send_all(signal.SIGKILL)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in enumerate(self._processes)}
+
+    @property
+    def stopped_by_user(self) -> bool:
+        return self._asked is not None
+
+    def first_failure(self) -> tuple[int, int] | None:
+        """Rank and exit status (negative: by a signal) of the first that failed by itself, if any did."""
+        failures = [(rank, code) for rank, code in self._codes.items() if code]
+        own = [one for one in failures if one[1] != LOST_A_PEER and (one[1] > 0 or one[0] in self._crashed)]
+        return next(iter(own or failures), None)
 
     def status(self) -> int:
         """The exit status of the first rank that failed by itself; 130 if it was stopped by the user's signal."""

@@ -24,11 +24,13 @@ from moestro.parallel.build import DTYPES, buffers
 from moestro.parallel.comm import Group, all_reduce, rank_in
 from moestro.parallel.experts import ExpertMix
 from moestro.parallel.logical import LogicalTensor
-from moestro.parallel.process import connected, world_size
+from moestro.parallel.process import connected, this_rank, world_size
 from moestro.train.begin import begin, open_folder, trimmed_data, with_vocabulary
+from moestro.train.clock import StepClock
 from moestro.train.engine import build_engine, build_update, change_engine
 from moestro.train.evaluate import EvalResult, evaluate
 from moestro.train.folder import RunFolder, environment
+from moestro.train.heartbeat import Heartbeat
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
 from moestro.train.phases import Stretch, resolve_stretches
@@ -55,7 +57,7 @@ def train(config: Config) -> TrainResult:
     """
     ranks = world_size()
     resolve_stretches(config, ranks)
-    with connected(resolve_device(config.run.device), ranks) as device:
+    with Heartbeat(this_rank().rank) as pulse, connected(resolve_device(config.run.device), ranks) as device:
         world = dist.group.WORLD if ranks > 1 else None
         main = rank_in(world) == 0
         path = Path(config.run.dir) / config.run.name
@@ -64,7 +66,7 @@ def train(config: Config) -> TrainResult:
             config = with_vocabulary(config, prepared)
             on_main(world, lambda: begin(config, folder, prepared))
             trimmed = main_first(world, lambda: trimmed_data(config, prepared))
-            return _Trainer(config, ranks, folder, prepared, trimmed, device, main).run()
+            return _Trainer(config, ranks, folder, prepared, trimmed, device, main, pulse).run()
 
 
 class _Trainer:
@@ -79,8 +81,10 @@ class _Trainer:
         trimmed: list[tuple[PreparedData, list[str]]],
         device: torch.device,
         main: bool,
+        pulse: Heartbeat,
     ) -> None:
         self.config, self.folder, self.prepared, self.device, self.main = config, folder, prepared, device, main
+        self.pulse = pulse
         self.stretches, self.schedules = resolve_stretches(config, ranks), schedules(config)
         self.stretch = first = self.stretches[0]
         self.trimmed = [data for data, _ in trimmed]
@@ -190,10 +194,13 @@ class _Trainer:
         layout = self.engine.mesh.layout
         micro, mine = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
         first = self.stretch.samples_before(step) + self.engine.mesh.place.batch * mine
+        asked = time.perf_counter()
+        self.pulse.at("data", step)
         batches = [self.stream.batch(i, micro) for i in range(first, first + mine, micro)]
-        start = time.perf_counter()
+        start, clock = time.perf_counter(), StepClock(self.device)
+        self.pulse.at("passes")
         try:
-            result = train_step(self.engine, self.update, batches, config.train.grad_clip)
+            result = train_step(self.engine, self.update, batches, config.train.grad_clip, clock.mark)
         except torch.OutOfMemoryError as error:
             raise MoestroError(
                 f"out of memory on {self.device} at step {step + 1}; lower train.micro_batch_size (now {micro}) or set "
@@ -207,15 +214,22 @@ class _Trainer:
             ) from error
         synchronize(self.device)
         step_s = time.perf_counter() - start
+        self.pulse.took(step_s)
+        self.pulse.at("log", step + 1)
         done = self.progress
         self.progress = Progress(step + 1, done.tokens + result.tokens, done.train_time_s + step_s)
         if _due(step + 1, config.train.log_every) or step + 1 == config.train.steps:
-            self._log(result, factor * config.optim.lr, step_s, bar, trackers)
+            parts = {"data": start - asked, **clock.seconds()}
+            self._log(result, factor * config.optim.lr, step_s, parts, bar, trackers)
 
-    def _log(self, result: StepResult, lr: float, step_s: float, bar: TrainProgress, trackers: Trackers) -> None:
+    def _log(
+        self, result: StepResult, lr: float, step_s: float, parts: dict[str, float], bar: TrainProgress,
+        trackers: Trackers,
+    ) -> None:  # fmt: skip
         now = self.progress
         mfu = result.tokens * self.counts.train_flops_per_token / step_s / self.peak_flops
         record = step_record(result, now.step, lr, now.tokens, step_s, now.train_time_s, mfu)
+        record |= {f"{part}_s": seconds for part, seconds in parts.items()}
         if self.config.train.phases:
             at = self.stretch
             record |= {"phase": at.phase, "seq_len": at.config.data.seq_len, "batch_tokens": at.batch_tokens}
@@ -229,8 +243,11 @@ class _Trainer:
         size = self.engine.mesh.layout.micro_batch_size
         if max_batches is not None:  # counted in micro-batches of one process, so that every layout sees the same text
             max_batches *= self.stretch.config.train.resolved_micro_batch_size // size
+        start = time.perf_counter()
+        self.pulse.at("evaluate")
         result = evaluate(self.engine, self.validation, size, max_batches)
         record: dict[str, Any] = {"kind": "eval", "step": self.progress.step, **asdict(result)}
+        record["eval_s"] = time.perf_counter() - start
         self.folder.append("metrics.jsonl", record)
         trackers.log(scalars(record), self.progress.step)
         bar.evaluated(result.bits_per_byte)
@@ -245,6 +262,7 @@ class _Trainer:
 
     def _save_now(self) -> None:
         keep = self.config.train.keep_checkpoints
+        self.pulse.at("checkpoint")
         path = save_checkpoint(self.folder.checkpoints, self._state(), self.progress, keep, self.world)
         self.folder.event("checkpoint", self.progress.step, path=path.name)
 

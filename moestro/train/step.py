@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches forward and backward, clip, update, move the balance."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,8 +52,15 @@ class Updates(Protocol):
     def zero_grad(self) -> None: ...
 
 
-def train_step(engine: Engine, update: Updates, batches: list[Batch], grad_clip: float | None) -> StepResult:
-    """Run one step over `batches`, this rank's micro-batches of one global batch.
+def train_step(
+    engine: Engine,
+    update: Updates,
+    batches: list[Batch],
+    grad_clip: float | None,
+    mark: Callable[[str], None] = lambda part: None,
+) -> StepResult:
+    """Run one step over `batches`, this rank's micro-batches of one global batch. mark: called at the end of each part
+    of the step ("passes", "reduce", "update") with its name.
 
     The gradient is that of Σ nll / (predicted tokens of the global batch) + balance losses averaged over its valid
     tokens, so that it does not depend on how the batch is cut into micro-batches, nor over which ranks.
@@ -65,8 +73,10 @@ def train_step(engine: Engine, update: Updates, batches: list[Batch], grad_clip:
     tokens, routed = _global_counts(engine, predicted, sum(valid))
     micro_batches = engine.micro_batches(batches, [n / routed for n in valid], 1 / tokens)
     engine.run(micro_batches, backward=True)
+    mark("passes")
     figures = _figures(engine, micro_batches)
     update.reduce_gradients()
+    mark("reduce")
     grad_norm = update.clip(float("inf") if grad_clip is None else grad_clip)
     if not torch.isfinite(grad_norm):
         update.zero_grad()
@@ -78,6 +88,7 @@ def train_step(engine: Engine, update: Updates, batches: list[Batch], grad_clip:
             layer.router.update_balance(figures.load[layer.layer], figures.sums[layer.layer])
         for number, attention in model.head_experts().items():
             attention.update_shares(figures.head_shares[number])
+    mark("update")
     return figures.result(grad_norm, tokens)
 
 
