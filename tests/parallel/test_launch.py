@@ -195,7 +195,7 @@ class TestSignals:
                 self.got: list[int] = []
                 self.send_signal = self.got.append
 
-        ranks = launch._Ranks()
+        ranks = launch.Ranks(None, {})
         processes: list[Any] = [Process(), Process(), Process()]
         ranks._processes += processes[:2]
         ranks._handle(signal.SIGTERM, None)
