@@ -13,8 +13,9 @@ from moestro.config import load_config
 from moestro.config.model import ModelConfig
 from moestro.config.plan import Workload
 from moestro.graph.convert import workload_of
-from moestro.plan.search import default_workers, search
+from moestro.plan.search import search
 from moestro.plan.space import Space, space_of
+from moestro.plan.workers import default_workers
 from moestro.predict.target import Target, target_of
 
 GPT3 = ModelConfig(
@@ -50,9 +51,12 @@ def run(name: str, workload: Workload, target: Target, devices: int, space: Spac
     seconds = time.perf_counter() - start
     tally = found.tally
     plan, best = found.exact[0]
-    rate = tally.plans / seconds
-    print(f"{name}: {tally.plans:,} plans in {seconds:.1f} s: {rate:,.0f}/s; {tally.families:,} families,")
-    print(f"  {tally.skipped:,} of them left out by rule; {tally.too_big:,} plans too big for memory")
+    left_out = ", ".join(f"{plans:,} by {rule}" for rule, plans in tally.skipped.items()) or "none"
+    print(
+        f"{name}: {tally.plans:,} plans in {seconds:.1f} s: {tally.plans / seconds:,.0f}/s; {tally.families:,} families"
+    )
+    print(f"  evaluated: {tally.evaluated:,}, {tally.evaluated / seconds:,.0f}/s; left out by rule: {left_out}")
+    print(f"  too big for memory: {tally.too_big:,}")
     print(
         f"  best: {best.step_s.value:.3g} s, {best.memory.total / 1e9:.1f} GB, {plan.model_dump(exclude_defaults=True)}"
     )

@@ -8,6 +8,14 @@ class MoestroError(Exception):
     """
 
 
+class MissingDataError(MoestroError):
+    """A file of the training text is not there, or cannot be read."""
+
+
+class DamagedDataError(MoestroError):
+    """The training text is not what it was when it was prepared, or when the run was begun."""
+
+
 def nearest(word: str, choices: list[str] | tuple[str, ...]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `choices`, or the empty string when none is close."""
     import difflib

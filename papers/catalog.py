@@ -25,7 +25,7 @@ PAPERS: dict[str, Paper] = {
         title="Training Foundation Models on a Full-Stack AMD Platform: Compute, Networking, and System Design",
         arxiv="2511.17127",
         feature='model.cca, router.kind = "zaya", balance.bias_rule = "adamw", residual_scaling; preset zaya1-8b; '
-        "cluster zaya1",
+        "cluster zaya1; moestro plan: its layouts of three phases",
         run=_file("zaya1"),
     ),
     "switch_transformers": Paper(
@@ -61,7 +61,7 @@ PAPERS: dict[str, Paper] = {
         system="MemFine",
         title="MemFine: Memory-Aware Fine-Grained Scheduling for MoE Training",
         arxiv="2511.21431",
-        feature="train.expert_chunks, expert_recompute, expert_memory_mib",
+        feature="train.expert_chunks, expert_recompute, expert_memory_mib; moestro.plan.chunks",
         run=_file("memfine"),
     ),
     "fine_grained_moe": Paper(
@@ -197,7 +197,7 @@ PAPERS: dict[str, Paper] = {
         system="TeleChat3",
         title="Training Report of TeleChat3-MoE",
         arxiv="2512.24157",
-        feature="moestro.predict.dry_run: memory of stages from dry runs; moestro.plan.ilp: layers and recomputation "
+        feature="moestro probe: memory of stages from dry runs; moestro.plan.ilp: layers and recomputation "
         "of each stage; moestro predict: pipelines pass by pass; preset telechat3-105b",
         run=_file("telechat3"),
     ),
@@ -207,7 +207,7 @@ PAPERS: dict[str, Paper] = {
         system="HeterMoE",
         title="HeterMoE: Efficient Training of Mixture-of-Experts Models on Heterogeneous GPUs",
         arxiv="2504.03871",
-        feature="moestro.plan.mixed: attention on fast devices, experts on slow ones, and which experts change sides",
+        feature="moestro place mixed: attention on fast devices, experts on slow ones, and which experts change sides",
         run=_file("hetermoe"),
     ),
     "emo": Paper(
@@ -216,7 +216,7 @@ PAPERS: dict[str, Paper] = {
         system="EMO",
         title="EMO: Frustratingly Easy Progressive Training of Extendable MoE",
         arxiv="2605.13247",
-        feature="moestro predict: step time and memory as functions of the number of experts",
+        feature="moestro size grow: stages of experts priced, each on its fastest plan",
         run=_file("emo"),
     ),
     "gamer_grpo": Paper(
@@ -244,7 +244,7 @@ PAPERS: dict[str, Paper] = {
         system="MixNet",
         title="MixNet: A Runtime Reconfigurable Optical-Electrical Fabric for Distributed Mixture-of-Experts Training",
         arxiv="2501.03905",
-        feature="[optical] of a cluster's file, cluster mixnet-1024, workload.routing in the price of exchanges",
+        feature="moestro place circuits; [optical] of a cluster's file, workload.routing in the price of exchanges",
         run=_file("mixnet"),
     ),
     "deepcee": Paper(
@@ -253,7 +253,7 @@ PAPERS: dict[str, Paper] = {
         system="DeepCEE",
         title="DeepCEE: Efficient Cross-Region Model Distributed Training System under Heterogeneous GPUs and Networks",
         arxiv="2505.15536",
-        feature="pools and [[wan]] of a cluster's file in `moestro predict`, plan.in_flight; `moestro measure`",
+        feature="moestro place regions; pools and [[wan]] of a cluster's file, plan.in_flight; moestro measure",
         run=_file("deepcee"),
     ),
     "mofa": Paper(
@@ -307,7 +307,8 @@ PAPERS: dict[str, Paper] = {
         system="SIGMA",
         title="SIGMA: An AI-Empowered Training Stack on Early-Life Hardware",
         arxiv="2512.13488",
-        feature="moestro predict --mtbf-hours: goodput with failures; simulated hosts that pause",
+        feature="moestro predict --mtbf-hours: goodput with failures; simulated hosts that pause; moestro plan: "
+        "layouts tuned on few devices",
         run=_file("sigma"),
     ),
 }

@@ -34,7 +34,7 @@ from papers.fine_grained_exact import (
     check_zero_gradient,
     expected_ranks,
 )
-from papers.fine_grained_predicted import check_dispatch, check_time
+from papers.fine_grained_predicted import check_dispatch, check_price, check_time
 from papers.jobs import run_jobs
 from papers.result import Check, PaperResult, Progress, majority_of
 from papers.toys import HiddenClusters, fresh_model, train_model, train_on
@@ -109,6 +109,7 @@ def run(progress: Progress) -> PaperResult:
         check_ranks(),
         check_dispatch(),
         check_time(),
+        check_price(),
         check_gains(),
         check_against_dense(),
     )

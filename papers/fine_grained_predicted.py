@@ -1,11 +1,13 @@
 """What granularity costs by the predictor, for the paper on fine-grained MoE (arXiv 2506.02890)."""
 
+from itertools import pairwise
+
 from moestro.config import load_config
 from moestro.config.plan import Plan, Workload
 from moestro.graph.convert import workload_of
 from moestro.graph.count import count_step
 from moestro.graph.words import Collective
-from moestro.predict.predict import predict_step
+from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import target_of
 from moestro.predict.words import Prediction
 from papers.fine_grained_exact import RANKS, VARIANTS, expected_ranks, mixtral, sampled_ranks
@@ -68,6 +70,55 @@ def check_dispatch() -> Check:
         verdict=verdict_of([all(close)]),
         note="Bytes of the deduplicated dispatch over those of one copy of each token, of Mixtral 8x7B's shape. "
         f"Routed tokens visit {', '.join(rows)}; the closed form agrees to the last digits.",
+    )
+
+
+def layouts() -> list[Plan]:
+    """What is tried for each granularity: how tokens travel, what hides it, sequences in a micro-batch."""
+    return [
+        layout(dispatch).model_copy(
+            update={"micro_batch_size": size, "overlap_dispatch": hidden, "expert_chunks": 1 + hidden}
+        )
+        for dispatch in DISPATCHES
+        for size in (1, 2)
+        for hidden in (False, True)
+    ]
+
+
+def cheapest(top_k: int, granularity: int) -> tuple[Plan, Prediction]:
+    """The fastest of `layouts` that fits."""
+    target, asked = target_of("h100-sxm", DEVICES), workload(top_k, granularity)
+    room = device_bytes(target, DEVICES) or float("inf")
+    found = [(plan, predict_step(asked, plan, target)) for plan in layouts()]
+    fitting = [one for one in found if one[1].memory.needed <= room]
+    return min(fitting or found, key=lambda one: one[1].step_s.value)
+
+
+def check_price() -> Check:
+    """Bytes that a token's copies take there in one layer, and the step with the layout that suits each best."""
+    rows, dearer = [], []
+    for k in (1, 2):
+        cells, steps = [], []
+        for granularity in GRANULARITIES:
+            plan, best = cheapest(k, granularity)
+            copies = ranks_paid_for(k, granularity) if plan.dispatch == "deduplicated" else k * granularity
+            kilobytes = copies * workload(k, granularity).model.hidden_size * 2 / 1e3
+            steps.append(best.step_s.value)
+            cells.append(f"{kilobytes:.0f} kB, {steps[-1] / steps[0]:.2f}")
+        rows.append(f"{k}xFLOPs {' / '.join(cells)}")
+        dearer += [a < b for a, b in pairwise(steps)]
+        fixed = predicted(k, 8, DISPATCHES[0]).time.total / predicted(k, 1, DISPATCHES[0]).time.total
+        dearer.append(steps[-1] / steps[0] < fixed)
+    return Check(
+        claim="A layout chosen anew takes part of the price away; each doubling of G still costs time",
+        published="not reported",
+        ours=f"sent for a token and layer, and step over G = 1, at G = {' / '.join(map(str, GRANULARITIES))}: "
+        + "; ".join(rows),
+        how="simulated",
+        verdict=verdict_of(dearer),
+        note=f"The fastest of {len(layouts())} layouts for each G on {DEVICES} H100, EP 8 in a node: a copy for each "
+        "expert or for each rank, hidden behind two chunks of experts or not, one or two sequences. `moestro size "
+        "width` has such a table for any preset and device.",
     )
 
 

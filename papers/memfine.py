@@ -10,7 +10,8 @@ What is reproduced here, on CPU:
   and gradients do not depend on c;
 * measured on two gloo ranks: a routing storm (all tokens to one rank's experts) that breaks a memory budget without
   chunks, the choice of c that keeps to it, and that both ranks make the same choice though only one is loaded;
-* computed: the published table's own fit, and two figures of the paper that do not close.
+* computed: the published table's own fit, two figures of the paper that do not close, and (`memfine_planner.py`) the
+  rule for the number of chunks, what trains by it, and our planner's choice.
 
 What is not: throughput (+4.4 % and +18.3 %), which on a CPU says nothing about 32 GPUs.
 """
@@ -33,6 +34,7 @@ from moestro.parallel.layout import Layout
 from moestro.parallel.local import run_on_ranks
 from moestro.parallel.mesh import Mesh, build_mesh
 from papers.live_bytes import LiveBytes
+from papers.memfine_planner import planner_checks
 from papers.result import Check, PaperResult, Progress
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 128, 16, 8
@@ -78,6 +80,7 @@ def run(progress: Progress) -> PaperResult:
         check_table(),
         check_bound(),
         check_layout(),
+        *planner_checks(*published_fit()),
         THROUGHPUT,
     )
     progress(total, total, "checks")
@@ -294,6 +297,12 @@ def check_agreement(storms: list[Storm]) -> Check:
 
 
 # Computed.
+
+
+def published_fit() -> tuple[float, float]:
+    """A and B, in GB."""
+    fit = fit_affine(PUBLISHED)
+    return fit.a, fit.b
 
 
 def check_table() -> Check:

@@ -66,6 +66,7 @@ def run(progress: Progress) -> PaperResult:
         check_first_order(),
         check_interval(excess),
         mofa_flip.check_flip(found, doubled, ANCHOR_MTBF_S * GPUS, ANCHOR_RESTART_S, stall_s),
+        mofa_flip.check_searched(ANCHOR_MTBF_S * GPUS, ANCHOR_RESTART_S),
         check_two_levels(),
         check_anchors(),
     )

@@ -8,7 +8,8 @@ What is reproduced here, of the part that can be predicted:
 * computed: what failures and recovery cost, with the paper's figures; how its failures scale with the number of
   accelerators; what its utilisation leaves for each disruption;
 * simulated: the same jobs failure by failure; Python's garbage collection on four ranks, each at its own time or all at
-  the same step.
+  the same step;
+* planned (sigma_planner.py): layouts of a few layers on 16 devices, and whether the best of them stay so on many.
 
 What is not: the state machine of nodes, the taxonomy of faults, checks of nodes, comparison of numerics between stacks,
 the detector of collapse and saving under other layouts, which come with later work on reliability; the balance loss
@@ -26,6 +27,7 @@ from moestro.predict.goodput import Reliability, best_interval, expected_time, g
 from moestro.predict.predict import predict_step
 from moestro.predict.target import target_of
 from moestro.predict.timeline import HostTimes, Op, RankClass, walk
+from papers import sigma_planner
 from papers.result import Check, PaperResult, Progress, verdict_of
 
 DAY, HOUR, MINUTE = 86_400.0, 3600.0, 60.0
@@ -46,20 +48,23 @@ MANY = 32
 
 
 def run(progress: Progress) -> PaperResult:
-    """Everything; about 10 s of CPU time in one thread."""
+    """Everything; about 20 s of CPU time in one thread."""
     simulated = {case: simulated_goodput(*case) for case in CASES}
-    progress(1, 3, "jobs that fail")
+    progress(1, 4, "jobs that fail")
     collections = {(ranks, at_once): collected(ranks, at_once) for ranks in (RANKS, MANY) for at_once in (False, True)}
-    progress(2, 3, "garbage collection")
+    progress(2, 4, "garbage collection")
+    tuning = sigma_planner.check()
+    progress(3, 4, "layouts")
     checks = (
         check_goodput(simulated),
         check_recovery(),
         check_scaling(),
         check_utilisation(),
         check_collection(collections),
+        tuning,
         check_mfu(stand_in()),
     )
-    progress(3, 3, "checks")
+    progress(4, 4, "checks")
     figures = {f"goodput, MTBF {m:g} h, recovery {r * 60:g} min": round(of(m, r), 5) for m, r in CASES}
     figures |= {
         f"steps kept, {n} ranks, {'at once' if o else 'each by itself'}": round(v, 5)

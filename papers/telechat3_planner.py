@@ -38,8 +38,8 @@ def example(fitted: StageMemory, vpp: int) -> Stages:
     """175 billion parameters on 16 stages; times in forward passes of a layer, bytes as fitted to the dry run."""
     kept = [fitted.activation_bytes[kind] for kind in KINDS[:-1]] + [FULL_MB * MB]
     layer = Layers(LAYERS, 1.0, tuple(2 * (1 + share) for share in AGAIN), tuple(kept), fitted.layer_bytes)
-    first = Extra(held_bytes=fitted.first_bytes or 0.0)
-    last = Extra(HEAD, 2 * HEAD, fitted.last_bytes or 0.0)
+    first = Extra(held_bytes=fitted.end_bytes["first"])
+    last = Extra(HEAD, 2 * HEAD, fitted.end_bytes["last"])
     schedule = "1f1b" if vpp == 1 else "interleaved"
     return Stages.of(schedule, PP, vpp, MICRO_BATCHES, [layer], LIMIT - fitted.constant_bytes, first, last)
 

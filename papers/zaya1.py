@@ -12,11 +12,12 @@ What is reproduced here, on CPU:
   scaled residuals, the router's equations, the bias controller, equality with transformers (`zaya1_exact.py`);
 * computed of its cluster, from public constants (`zaya1_machine.py`): what data asks of storage, links of a node, sizes
   of fused buffers, the exchange of gradients over 128 nodes, rails;
+* planned (`zaya1_planner.py`): layouts for each phase and for smaller devices, limits of tensor ranks and of Muon's;
 * trained: a toy on hidden clusters with ZAYA1's router and with a linear one, for balance and certainty.
 
 What is not: the order of CCA's ablation (two convolutions, value shift, mean of queries and keys), whose differences of
 0.002 to 0.01 in loss after 50 B tokens no toy can show; the benchmarks; measurements on MI300X and its network;
-optimizer sharding, the time of a step and fault tolerance of the platform.
+and fault tolerance of the platform.
 """
 
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from papers.zaya1_exact import (
     check_transformers,
 )
 from papers.zaya1_machine import MACHINE_CHECKS
+from papers.zaya1_planner import planner_checks
 
 Kind = Literal["zaya", "linear"]
 SEEDS = (10, 11, 12)
@@ -120,6 +122,7 @@ def run(progress: Progress) -> PaperResult:
         check_global_load(),
         check_transformers(),
         *(check() for check in MACHINE_CHECKS),
+        *planner_checks(),
         check_balance(curves),
         check_certainty(curves),
     )

@@ -39,7 +39,7 @@ def read_workload(preset: str, overrides: Sequence[str]) -> "tuple[Config, Workl
     workload = workload_of(config)
     if isinstance(own["workload"].get("routing"), dict) and "run" in own["workload"]["routing"]:
         folder = Path(own["workload"]["routing"].pop("run"))
-        own["workload"]["routing"].update(kind="measured", loads=_loads(folder))
+        own["workload"]["routing"].update(kind="measured", loads=loads_of_run(folder))
     if own["workload"]:
         workload = _section("workload", type(workload), {**dict(workload), **own["workload"]}, own["workload"])
     return config, workload, own["plan"]
@@ -137,7 +137,7 @@ def _section(name: str, kind: type[Any], values: Mapping[str, Any], given: Mappi
         raise MoestroError(f"{where}: {message}" if first["loc"] else f"{name}: {message}") from error
 
 
-def _loads(run: Path) -> list[list[float]]:
+def loads_of_run(run: Path) -> list[list[float]]:
     """Of each layer with experts of a run, what each expert got on average over the second half of its records."""
     import numpy as np
 

@@ -13,16 +13,21 @@ from moestro.cli import (
     config,
     doctor,
     evaluate,
+    explain,
     generate,
     hardware,
     lint,
     measure,
     papers,
+    place,
     plan,
     predict,
+    probe,
     report,
     size,
+    supervise,
     train,
+    ui,
     validate,
 )
 from moestro.errors import MoestroError
@@ -35,9 +40,14 @@ app.add_typer(measure.app, name="measure")
 app.command("doctor")(doctor.doctor)
 app.command("predict", no_args_is_help=True)(predict.predict)
 app.command("plan", no_args_is_help=True)(plan.plan)
+app.command("explain", no_args_is_help=True)(explain.explain)
+app.command("ui")(ui.ui)
 app.command("validate")(validate.validate)
+app.add_typer(place.app, name="place")
 app.add_typer(size.app, name="size")
+app.add_typer(probe.app, name="probe")
 app.command("train", no_args_is_help=True)(train.train)
+app.command("supervise", no_args_is_help=True, context_settings=supervise.CONTEXT)(supervise.supervise)
 app.command("generate", no_args_is_help=True)(generate.generate)
 app.command("evaluate", no_args_is_help=True)(evaluate.evaluate)
 app.command("report", no_args_is_help=True)(report.report)

@@ -198,9 +198,40 @@ def budget(
     found = within(asked.workload, asked.plan, asked.target, memory_gb)
     asked.keep()
     if as_json:
-        typer.echo(json.dumps(budget_tree(found), indent=1))
+        typer.echo(json.dumps(budget_tree(found, asked.plan), indent=1))
         return
     print_budget(asked.name, found, asked.workload, asked.plan, asked.target)
+
+
+@app.command("grow", no_args_is_help=True)
+def grow(
+    preset: Preset,
+    overrides: Overrides = None,
+    hardware: Hardware = "",
+    profile: Profile = None,
+    devices: Devices = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="EXPERTS:SHARE of the tokens, as 8:0.25; several times, fewest first.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Price a pool of experts that grows in stages, against all experts from the start: the fastest plan of each."""
+    import json
+
+    from moestro.cli.asked import keep_curves, read_workload, target_asked
+    from moestro.cli.size_growth import given_of, growth_tree, parse_stages, print_growth
+    from moestro.plan.growth import price_growth
+
+    stages = parse_stages(stage or ())
+    config, workload, values = read_workload(preset, overrides or ())
+    target = target_asked(hardware, profile, devices)
+    count = devices or target.devices or 1
+    found = price_growth(workload, target, count, stages, config.train.steps, given_of(values))
+    keep_curves(target)
+    if as_json:
+        typer.echo(json.dumps(growth_tree(found), indent=1))
+        return
+    print_growth(Path(preset).name, found, target)
 
 
 class _Asked:

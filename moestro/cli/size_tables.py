@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from moestro.config.model import ModelConfig
     from moestro.config.plan import Plan, Workload
+    from moestro.hardware.fits import Fit
     from moestro.plan.alignment import Alignment
     from moestro.plan.budget import Budget as Memory
     from moestro.plan.rates import Rate, RateLaw
@@ -246,18 +247,23 @@ def print_budget(name: str, found: "Memory", workload: "Workload", plan: "Plan",
         style="dim",
         markup=False,
     )
-    fits = devices_that_fit(found.needed_bytes)[:CHEAPEST]
+    fits = devices_that_fit(found.needed_bytes)
     if fits and plan.world_size == 1:
-        prices = ", ".join(
-            f"{fit.device.name} ({fit.usable_bytes / 1e9:.0f} GB, "
-            f"{'price unknown' if fit.usd_per_hour is None else f'${fit.usd_per_hour:.2f}/h {fit.basis}'})"
-            for fit in fits
-        )
-        console.print(f"\ncheapest that hold the run as it is: {prices}", markup=False)
+        smallest = min(fits, key=lambda fit: fit.usable_bytes)
+        console.print(f"\nsmallest that holds the run as it is: {_device(smallest)}", markup=False)
+        cheapest = ", ".join(_device(fit) for fit in fits[:CHEAPEST])
+        console.print(f"cheapest that hold it: {cheapest}", markup=False)
 
 
-def budget_tree(found: "Memory") -> dict[str, Any]:
-    """Plain data."""
+def _device(fit: "Fit") -> str:
+    price = "price unknown" if fit.usd_per_hour is None else f"${fit.usd_per_hour:.2f}/h {fit.basis}"
+    return f"{fit.device.name} ({fit.usable_bytes / 1e9:.0f} GB, {price})"
+
+
+def budget_tree(found: "Memory", plan: "Plan") -> dict[str, Any]:
+    """Plain data; of a plan of one device also those on one of which the run as it is fits, the cheapest first."""
+    from moestro.hardware.fits import devices_that_fit
+
     rows = [
         {
             "what": row.what,
@@ -270,7 +276,12 @@ def budget_tree(found: "Memory") -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    return {"limit_bytes": found.limit_bytes, "needed_bytes": found.needed_bytes, "rows": rows}
+    devices = [
+        {"id": fit.device.id, "usable_bytes": fit.usable_bytes, "usd_per_hour": fit.usd_per_hour, "basis": fit.basis}
+        for fit in devices_that_fit(found.needed_bytes)
+    ]
+    needs = {"limit_bytes": found.limit_bytes, "needed_bytes": found.needed_bytes}
+    return {**needs, "rows": rows, **({"devices_that_hold_it": devices} if plan.world_size == 1 else {})}
 
 
 def _head(console: "Console", name: str, plan: "Plan", target: "Target") -> None:

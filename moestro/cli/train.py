@@ -16,7 +16,8 @@ def train(
     """Train a model: text to tokens, training, samples of its writing, and an HTML report.
 
     Ctrl-C saves a checkpoint and stops; run the same command with run.resume=auto to continue, to the same last bit.
-    Under torchrun or srun leave --nproc out.
+    Under torchrun or srun leave --nproc out. With run.supervise=true a process watches over the ranks, and starts them
+    again from the newest good checkpoint when one fails or hangs.
     """
     from moestro.config import load_config
     from moestro.parallel.process import this_rank

@@ -101,9 +101,24 @@ def summary(found: "Validation") -> dict[str, Any]:
         "complete": asdict(group("complete", complete)) if complete else None,
         **{f"by_{name}": [asdict(one) for one in groups(found.rows, key)] for name, key in _tables().items()},
         "inside_interval": coverage(found.rows),
+        "choice_of_layout": _regrets(found),
         "unusable": dict(found.unusable.most_common()),
         "failed": dict(found.failed.most_common()),
     }
+
+
+def _regrets(found: "Validation") -> dict[str, Any]:
+    """How well the predictions choose among runs that differ in their layout only; empty where there are none."""
+    from dataclasses import asdict
+
+    from moestro.plan.regret import choices, regrets, regrets_by
+
+    some = choices(found.rows)
+    if not some:
+        return {}
+    by = {"by_hardware": lambda one: one.device, "by_source": lambda one: one.source}
+    groups = {name: [asdict(part) for part in regrets_by(some, key)] for name, key in by.items()}
+    return {"all": asdict(regrets("all", some)), **groups}
 
 
 def _print(found: "Validation") -> None:
@@ -126,11 +141,33 @@ def _print(found: "Validation") -> None:
     inside = coverage(found.rows)
     if inside is not None:
         console.print(f"{inside:.0%} of the runs lie in 80 % intervals made of the errors of all other sources")
+    _print_regrets(console, found)
     for what, reasons in (("not used", found.unusable), ("not priced", found.failed)):
         if reasons:
             shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))
             more = "; …" if len(reasons) > REASONS else ""
             console.print(f"{what}: {sum(reasons.values())} rows: {shown}{more}", style="dim", markup=False)
+
+
+def _print_regrets(console: "Console", found: "Validation") -> None:
+    from rich.table import Table
+
+    from moestro.report.text import MISSING, grouped
+
+    regrets = _regrets(found)
+    if not regrets:
+        return
+    console.print("\nThe layout we would choose among published ones of a run, beside the best of them:")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("hardware", min_width=28, no_wrap=True)
+    for column in ("choices", "layouts", "right", "median", "p90", "at random", "rank correlation"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for part in (*regrets["by_hardware"], regrets["all"]):
+        rank = MISSING if part["spearman"] is None else f"{part['spearman']:.2f}"
+        shares = (f"{part[name]:.1%}" for name in ("median", "p90", "blind"))
+        counts = (grouped(part[name]) for name in ("choices", "layouts", "right"))
+        table.add_row(part["name"], *counts, *shares, rank, style="bold" if part is regrets["all"] else "")
+    console.print(table)
 
 
 def _print_groups(console: "Console", title: str, parts: "Sequence[Group]", style: str = "") -> None:

@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from moestro.config.root import Config
+from moestro.config.supervise import SuperviseConfig
 from moestro.errors import MoestroError, nearest
 
 UNION_TAGS = ("one", "many")  # of `top_k`: pydantic puts them into the location of an error
@@ -58,6 +59,25 @@ def parse_config(tree: Mapping[str, Any], source: str, origins: Mapping[str, str
         return Config.model_validate(tree)
     except ValidationError as error:
         raise MoestroError("\n".join(_explain(error, source, origins or {})[:2])) from error
+
+
+def parse_supervise(overrides: Sequence[str]) -> SuperviseConfig:
+    """`[supervise]` alone, with `key=value` overrides.
+
+    Raises:
+        MoestroError: an unknown key or a bad value.
+    """
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key, value = _parse_override(override.removeprefix("supervise."))
+        tree[key] = value
+    try:
+        return SuperviseConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        known = nearest(key, list(SuperviseConfig.model_fields)) if first["type"] == "extra_forbidden" else ""
+        raise MoestroError(f"--set {key}: {first['msg']}.{known}") from error
 
 
 def to_toml(config: Config) -> str:

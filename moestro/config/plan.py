@@ -161,8 +161,7 @@ def misfits(workload: Workload, plan: Plan) -> list[str]:
         )
     if plan.pp * plan.vpp > model.num_layers:
         found.append(f"pp · vpp = {plan.pp * plan.vpp} stages for {model.num_layers} layers")
-    if plan.tp > 1 and model.num_heads % plan.tp:
-        found.append(f"tp = {plan.tp} does not divide num_heads = {model.num_heads}")
+    found += cut_heads(workload, plan.tp)
     if plan.cp > 1 and workload.seq_len % (2 * plan.cp):
         found.append(f"seq_len = {workload.seq_len} is not a multiple of 2 · cp = {2 * plan.cp}")
     if plan.tp > 1 and plan.sequence_parallel and workload.seq_len // plan.cp % plan.tp:
@@ -181,4 +180,20 @@ def misfits(workload: Workload, plan: Plan) -> list[str]:
         found.append(
             f"layers_per_stage adds up to {sum(plan.layers_per_stage)}, the model has {model.num_layers} layers"
         )
+    return found
+
+
+def cut_heads(workload: Workload, tp: int) -> list[str]:
+    """Why tensor parallelism cannot cut the heads; a rank holds whole heads of queries, and of keys and values."""
+    model, found = workload.model, list[str]()
+    if tp == 1:
+        return found
+    whole = "cca" if model.cca is not None else "attention_experts" if model.attention_experts else ""
+    kv_heads = model.num_heads if model.mla is not None else model.resolved_num_kv_heads
+    if model.num_heads % tp:
+        found.append(f"tp = {tp} does not divide num_heads = {model.num_heads}")
+    elif kv_heads % tp:
+        found.append(f"tp = {tp} does not divide num_kv_heads = {kv_heads}: ranks hold whole heads of keys")
+    elif whole and workload.trainer == "moestro":
+        found.append(f"tp = {tp}: the trainer needs all heads of model.{whole} on every rank; set tp to 1")
     return found

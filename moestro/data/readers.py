@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moestro.config import EncoderConfig, SourceConfig
 from moestro.data.media import Item, ids_in, media_in
 from moestro.data.turns import Turn, turns_in
-from moestro.errors import MoestroError
+from moestro.errors import MissingDataError, MoestroError
 
 EXTENSIONS = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
 _GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -88,7 +88,7 @@ def read_file(
         else:
             yield from _read_text(path, bad)
     except OSError as error:
-        raise MoestroError(f"cannot read {path}: {error.strerror or error}") from error
+        raise MissingDataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def check_text(value: object, text_key: str) -> str:

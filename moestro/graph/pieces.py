@@ -75,6 +75,11 @@ class Pieces:
         self._whole = self
         if sharded_passes(workload, plan):
             self._whole = pieces_of(workload, plan.model_copy(update={"zero": 0}))
+        # What is recomputed changes nothing in the passes but that it comes before them.
+        self._kept = self
+        if plan.recompute != "none" and self._whole is self:
+            self._kept = pieces_of(workload, plan.model_copy(update={"zero": 0, "recompute": "none"}))
+        self._tapes: dict[object, Tape] = {}
         self._stages: dict[tuple[range, bool, bool, bool, int], tuple[Run, ...]] = {}
         self._sums: dict[tuple[tuple[Run, ...], float], tuple[Parameters, Saved]] = {}
 
@@ -126,13 +131,20 @@ class Pieces:
         """write: returns how many of the parameters are not a layer's. inputs: tensors of the stream's size that
         recomputation starts from."""
         if name not in self._pieces:
-            written = self._whole._written
-            if name not in written:
-                tape = Tape(self.workload, self.plan)
-                root = write(tape)
-                written[name] = self._finish(tape, inputs), root
-            self._pieces[name] = _sharded(self.workload, self.plan, *written[name])
+            written = self._whole._write(name, write, inputs)
+            self._pieces[name] = _sharded(self.workload, self.plan, *written)
         return self._pieces[name]
+
+    def _write(self, name: object, write: Callable[[Tape], int], inputs: int) -> tuple[Piece, int]:
+        if name not in self._written:
+            if self._kept is self:
+                tape = self._tapes[name] = Tape(self.workload, self.plan)
+                root = write(tape)
+                self._written[name] = _finish(tape), root
+            else:
+                plain, root = self._kept._write(name, write, inputs)
+                self._written[name] = self._recomputed(plain, self._kept._tapes[name], inputs), root
+        return self._written[name]
 
     def _embedding(self) -> Piece:
         """The table and the encoders, which are where the first layer is."""
@@ -249,15 +261,16 @@ class Pieces:
         else:
             tape.own(vocab // self.plan.tp, hidden, cut="rows", muon=False)
 
-    def _finish(self, tape: Tape, inputs: int) -> Piece:
-        plan, kept = self.plan, tape.saved
-        again: tuple[Node, ...] = ()
-        if plan.recompute == "block":
-            again, kept = _again(tape), float(inputs * self.local * stream_bytes(self.workload))
-        elif plan.recompute == "selective":
-            again, kept = tuple(tape.cheap_nodes), tape.saved - tape.cheap_saved
-        passes = tuple(tape.forward), tape.backward(), tuple(tape.weight)
-        return Piece(*passes, again, tape.saved, kept, tape.transient, tape.parameters())
+    def _recomputed(self, plain: Piece, tape: Tape, inputs: int) -> Piece:
+        if self.plan.recompute == "block":
+            kept = float(inputs * self.local * stream_bytes(self.workload))
+            return replace(plain, recompute=_again(tape), kept=kept, base=plain)
+        return replace(plain, recompute=tuple(tape.cheap_nodes), kept=tape.saved - tape.cheap_saved, base=plain)
+
+
+def _finish(tape: Tape) -> Piece:
+    passes = tuple(tape.forward), tape.backward(), tuple(tape.weight)
+    return Piece(*passes, (), tape.saved, tape.saved, tape.transient, tape.parameters())
 
 
 def _again(tape: Tape) -> tuple[Node, ...]:

@@ -31,8 +31,17 @@ def rank_step(workload: Workload, plan: Plan, rank: int, parameters: Parameters,
         update.append(Collective("all_reduce", "optimizer", "gradient norm", "world", plan.world_size, 4.0, "fp32"))
     if workload.optimizer == "muon":
         update += _newton_schulz(plan, parameters.shapes, expert_shards(workload, plan))
+        update += _brought_together(workload, plan, parameters.shapes)
     matrices = parameters.matrices * owned / parameters.total if parameters.total else 0.0
     return RankStep(rank, tuple(before), tuple(gradients), (*update, *_optimizer(workload, owned, matrices)))
+
+
+class Shared(NamedTuple):
+    """A buffer that `ranks` ranks share out. sizes: (elements, how many) of the matrices in it."""
+
+    dimension: Dimension
+    ranks: int
+    sizes: list[tuple[int, int]]
 
 
 class _Group(NamedTuple):
@@ -107,6 +116,39 @@ def _newton_schulz(plan: Plan, shapes: tuple[Matrices, ...], expert_ranks: int) 
             )
     if cut:
         nodes.insert(0, Collective("all_gather", "optimizer", "matrices", "tp", plan.tp, cut, "bf16"))
+    return nodes
+
+
+def shared_matrices(workload: Workload, plan: Plan, shapes: tuple[Matrices, ...]) -> list[Shared]:
+    """The buffers with Muon's matrices that ranks share out: one, or experts by themselves where other ranks hold them.
+    Of what tensor parallelism cuts, a rank's part."""
+    parts = [(m.expert, m.rows * m.columns // (plan.etp if m.expert else plan.tp), m.times) for m in shapes if m.times]
+    dense, expert = ([(size, times) for of, size, times in parts if of is which] for which in (False, True))
+    ranks, expert_ranks = plan.shard_ranks, expert_shards(workload, plan)
+    if plan.ep == 1 and plan.etp == plan.tp:
+        found = [Shared("dp", ranks, dense + expert)]
+    else:
+        found = [Shared("dp", ranks, dense), Shared("edp", expert_ranks, expert)]
+    return [one for one in found if one.ranks > 1 and one.sizes]
+
+
+def _brought_together(workload: Workload, plan: Plan, shapes: tuple[Matrices, ...]) -> list[Node]:
+    """What ranks send so that each matrix is whole on one of them, and the results back, in 16 bits (arXiv 2511.17127,
+    algorithm 1, and its extension in optim.matrix_exchange).
+
+    With ZeRO-1 a slice ends somewhere in a matrix at either end, in its middle on average: half of it goes to the
+    neighbour and half of a result comes back. Where slices are shorter than matrices, and with ZeRO-2 and 3, which cut
+    every matrix among all ranks, each sends all it holds and gets as much back.
+    """
+    nodes: list[Node] = []
+    for dimension, ranks, sizes in shared_matrices(workload, plan, shapes):
+        elements = sum(size * times for size, times in sizes)
+        held, mean = elements / ranks, sum(size * size * times for size, times in sizes) / elements
+        if plan.zero == 1 and held >= mean:
+            nodes.append(Collective("send_recv", "optimizer", "ends of slices", dimension, 2, 2 * mean, "bf16"))
+        else:
+            way = Collective("all_to_all", "optimizer", "pieces of matrices", dimension, ranks, 2 * held, "bf16")
+            nodes += [way, way]
     return nodes
 
 

@@ -107,7 +107,8 @@ class Piece:
     kept: float = 0.0  # of saved, where it is recomputed
     transient: float = 0.0  # further bytes at its worst moment: chunks of experts that are computed again
     parameters: Parameters = Parameters()
-    base: "Piece | None" = None  # the same with its weights whole; nodes of part "sharding" are what it does without
+    # The same with nothing recomputed; or with its weights whole: it does without the nodes of part "sharding".
+    base: "Piece | None" = None
 
 
 class Run(NamedTuple):

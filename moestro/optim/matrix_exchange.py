@@ -6,7 +6,7 @@ same matrices in the same order, and gather each whole over that group on the wa
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -246,17 +246,3 @@ def choose_owners(matrices: Sequence[Matrix]) -> list[int]:
         owners[i] = min((span.rank for span in matrices[i].spans), key=lambda rank: (load[rank], rank))
         load[owners[i]] += matrices[i].cost
     return owners
-
-
-def muon_spans(matrix_elements: Iterable[int], slice_elements: int) -> list[int]:
-    """Over how many ZeRO-1 slices each matrix lies, all laid end to end."""
-    spans, start = [], 0
-    for elements in matrix_elements:
-        spans.append((start + elements - 1) // slice_elements - start // slice_elements + 1)
-        start += elements
-    return spans
-
-
-def largest_two_rank_dp(total_elements: int, largest_matrix: int) -> int:
-    """The most ranks that may share `total_elements` so that no matrix, wherever it lies, is on more than two."""
-    return total_elements // largest_matrix

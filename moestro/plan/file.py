@@ -11,13 +11,16 @@ from moestro.graph.convert import overrides_of
 from moestro.predict.words import Prediction
 
 
-def write_plan(path: Path, preset: str, overrides: Sequence[str], plan: Plan, found: Prediction) -> None:
-    """preset, overrides: of the run that was planned.
+def write_plan(
+    path: Path, preset: str, overrides: Sequence[str], plan: Plan, found: Prediction, every: int | None = None
+) -> None:
+    """preset, overrides: of the run that was planned. every: steps between checkpoints, where failures tell them.
 
     Raises:
         MoestroError: the trainer cannot do what the plan says, or the file cannot be written.
     """
-    config = load_config(preset, [*overrides, *overrides_of(plan)]).config
+    settings = [f"train.checkpoint_every={every}"] if every is not None else []
+    config = load_config(preset, [*overrides, *overrides_of(plan), *settings]).config
     step = found.step_s
     comments = [
         f"planned for {plan.world_size} devices: {found.profile}",

@@ -6,6 +6,7 @@ signature cost the same, wherever they are.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,16 @@ class Kinds:
         self.num_kinds = len(first)
         self.ahead, self.embedding, self.head_cut, self.head, self.ahead_head = range(len(first), len(first) + 5)
         self.num_pieces = len(first) + 5
+
+    def whole(self, cut: bool) -> tuple[Floats, Floats]:
+        """How often the model has each kind of piece, and how often it is recomputed where all layers are. cut: there
+        are several pipeline ranks."""
+        again = np.bincount(self.layers, minlength=self.num_pieces).astype(np.float64)
+        again[self.ahead] = self.num_ahead
+        counts = again.copy()
+        counts[[self.embedding, self.head_cut if cut else self.head]] = 1
+        counts[self.ahead_head] = self.num_ahead
+        return counts, again
 
     def pieces(self, of: Pieces) -> list[Piece | None]:
         """Those of a family, in this order; None: the model has none."""
@@ -86,14 +97,12 @@ class Signatures:
     def besides(self, of: Pieces) -> Floats:
         """Bytes that a stage of each signature keeps besides its pieces."""
         kinds, (counts, again) = self.kinds, self._arrays()
-        first, whole = counts[:, kinds.embedding] > 0, counts[:, kinds.head] > 0
-        last, recomputes = whole | (counts[:, kinds.head_cut] > 0), again.any(axis=1)
-        found = np.zeros(len(counts))
-        cases = np.unique(np.stack([first, last, whole, recomputes], axis=1), axis=0)
-        for case in cases.tolist():
-            here = (first == case[0]) & (last == case[1]) & (whole == case[2]) & (recomputes == case[3])
-            found[here] = of.besides(case[0], case[1], not case[2], case[3])
-        return found
+        whole = counts[:, kinds.head] > 0
+        last = whole | (counts[:, kinds.head_cut] > 0)
+        case = 8 * (counts[:, kinds.embedding] > 0) + 4 * last + 2 * whole + again.any(axis=1)
+        cases = product((False, True), repeat=4)
+        of_case = np.array([of.besides(first, last, not whole, twice) for first, last, whole, twice in cases])
+        return np.asarray(of_case[case], dtype=np.float64)
 
 
 @dataclass(frozen=True)

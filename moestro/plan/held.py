@@ -9,6 +9,7 @@ from moestro.config.plan import Plan, Workload
 from moestro.graph.tape import activation_bytes
 from moestro.graph.words import Parameters, Piece
 from moestro.plan.frame import Floats, Frame
+from moestro.plan.space import Family
 from moestro.predict.constants import generation
 from moestro.predict.memory import FRAGMENTATION, GATHERED
 
@@ -37,7 +38,7 @@ def passing_bytes(
     spared = np.array([0.0 if p is None else p.saved - p.kept for p in pieces])
     last = np.zeros(len(counts))
     last[frame.last_signature] = 1.0
-    activations = besides + counts @ saved - again @ spared - last * _logits_spared(workload, plan)
+    activations = besides + counts @ saved - again @ spared - last * logits_spared(workload, plan)
     return Passing(activations, _transient(workload, plan, pieces, counts, again, last))
 
 
@@ -102,7 +103,7 @@ def _transient(
     return need
 
 
-def _logits_spared(workload: Workload, plan: Plan) -> float:
+def logits_spared(workload: Workload, plan: Plan | Family) -> float:
     """Of logits that are whole in memory only the fp32 ones are left when memory is fullest."""
     if workload.fused_loss or activation_bytes(workload) == 4:
         return 0.0

@@ -110,20 +110,27 @@ def simulate(
     mixed: Mixed, layers: int, micro_batches: int, given: tuple[int, ...] = (), backward: bool = False
 ) -> Zebra:  # fmt: skip
     """Forward layer by layer, in each all micro-batches in turn, which the paper proves to be the best order; backward
-    the same way in reverse. At the last layer a micro-batch's backward pass follows its forward pass at once.
+    the same way in reverse. At the last layer a micro-batch's backward pass follows its forward pass at once. The way
+    there and the way back carry one micro-batch at a time each.
 
     given: of each layer the experts that an expert device gives up; (): none.
     """
     offloaded = given or (0,) * layers
     if len(offloaded) != layers or any(not 0 <= n <= mixed.per_device for n in offloaded):
         raise MoestroError(f"offloads are of each of {layers} layers, 0 to {mixed.per_device} experts a device")
-    clock = {"A": 0.0, "E": 0.0}
-    busy = {"A": 0.0, "E": 0.0}
+    clock = dict.fromkeys(("A", "E", "out", "back"), 0.0)
+    busy = dict.fromkeys(clock, 0.0)
 
     def run(side: str, seconds: float, ready: float) -> float:
         clock[side] = max(clock[side], ready) + seconds
         busy[side] += seconds
         return clock[side]
+
+    def served(seconds: float, ready: float) -> float:
+        """By the experts, there and back."""
+        if not mixed.send_s:
+            return run("E", seconds, ready)
+        return run("back", mixed.send_s, run("E", seconds, run("out", mixed.send_s, ready)))
 
     def times(layer: int, factor: float) -> tuple[float, float, float]:
         """Attention; experts that stay; those that attention devices took."""
@@ -139,13 +146,13 @@ def simulate(
         here = [run("A", own, there[j]) if own else there[j] for j in range(micro_batches)]
         last = backward and layer == layers - 1
         for j in range(micro_batches):
-            ready[j] = max(here[j], run("E", experts, there[j] + mixed.send_s) + mixed.send_s)
+            ready[j] = max(here[j], served(experts, there[j]))
             if last:  # the loss's gradient turns round at once
-                ready[j] = run("E", BACKWARD * experts, ready[j] + mixed.send_s) + mixed.send_s
+                ready[j] = served(BACKWARD * experts, ready[j])
     for layer in reversed(range(layers)) if backward else ():
         attention, experts, own = times(layer, BACKWARD)
         if layer < layers - 1:
-            ready = [run("E", experts, ready[j] + mixed.send_s) + mixed.send_s for j in range(micro_batches)]
+            ready = [served(experts, ready[j]) for j in range(micro_batches)]
         if own:
             ready = [max(ready[j], run("A", own, ready[j])) for j in range(micro_batches)]
         ready = [run("A", attention, ready[j]) for j in range(micro_batches)]
@@ -164,19 +171,35 @@ def mixed_of(
 ) -> Mixed:  # fmt: skip
     """Predicted times of one layer and one sequence on each attention device, without what is sent.
 
-    Norms, routers and the way of tokens to their experts are attention's, shared experts and dense layers the experts'.
     Embedding and head are on the attention devices in any case, and not in it.
 
     Raises:
         MoestroError: a model without experts, or counts that do not fit.
     """
-    model = workload.model
-    if model.moe is None:
+    if workload.model.moe is None:
         raise MoestroError("attention and experts on devices of their own: the model has no experts")
-    alone = workload.model_copy(update={"global_batch_size": 1})
-    parts = [predict_step(alone, Plan(), target).time.by_part for target in (attention, experts)]
-    passes = model.num_layers * (1 + BACKWARD)
+    fast, slow = sides_of(workload, attention), sides_of(workload, experts)
     per_device = attention_devices / expert_devices  # sequences that an expert device gets at a time
-    own, there = (sum(seconds for part, seconds in p.items() if part in EXPERTS) * per_device / passes for p in parts)
-    rest = sum(seconds for part, seconds in parts[0].items() if part not in (*EXPERTS, *ENDS)) / passes
-    return Mixed(rest, there, own, attention_devices, expert_devices, model.moe.resolved_num_experts)
+    return Mixed(
+        fast.attention_s, slow.experts_s * per_device, fast.experts_s * per_device, attention_devices, expert_devices,
+        workload.model.moe.resolved_num_experts,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Seconds of one sequence's forward pass on one device: a layer's attention, its experts; embedding and head."""
+
+    attention_s: float
+    experts_s: float
+    ends_s: float
+
+
+def sides_of(workload: Workload, target: Target) -> Sides:
+    """Predicted. Norms, routers and the way of tokens to their experts are attention's, shared experts and dense layers
+    the experts'."""
+    alone = workload.model_copy(update={"global_batch_size": 1})
+    parts = predict_step(alone, Plan(), target).time.by_part
+    experts, ends = (sum(parts.get(name, 0.0) for name in names) for names in (EXPERTS, ENDS))
+    layers, whole = workload.model.num_layers, 1 + BACKWARD
+    return Sides((sum(parts.values()) - experts - ends) / whole / layers, experts / whole / layers, ends / whole)

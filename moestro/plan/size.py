@@ -181,15 +181,9 @@ def _near(width: Width, step: int, only_more: bool) -> list[int]:
 
 
 def _heads(held: _Twins) -> Iterator[Finding]:
-    model, plan = held.workload.model, held.plan
+    model = held.workload.model
     if model.mla is None and model.resolved_head_dim % HEAD_STEP:
         yield _head_size(held)
-    kv_heads = model.resolved_num_kv_heads
-    if model.mla is None and plan.tp > 1 and kv_heads % plan.tp:
-        yield Finding(
-            "shape", "heads", f"{kv_heads} heads of keys and values over {plan.tp} tensor ranks: each keeps a copy",
-            f"num_kv_heads a multiple of {plan.tp}, or plan.tp = {kv_heads}", 0.0,
-        )  # fmt: skip
 
 
 def _head_size(held: _Twins) -> Finding:
@@ -218,6 +212,8 @@ def _layers(held: _Twins) -> Iterator[Finding]:
     layers = multiple(model.num_layers, stages)
     with suppress(ValidationError):
         loss = held.loss(model.model_copy(update={"num_layers": layers}))
+        if loss is not None and loss <= 0:  # the stage with a layer less has the head
+            return
         what = f"num_layers = {model.num_layers} over {stages} stages: some have one more, and the others wait"
         yield Finding(
             "shape", "layers", what, f"num_layers = {layers}", max(0.0, loss or 0.0), f"num_layers = {layers}"

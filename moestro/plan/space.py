@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, get_args
 from pydantic import ValidationError
 
 from moestro.config.model import ModelConfig
-from moestro.config.plan import Plan, Schedule, Workload
+from moestro.config.plan import Plan, Schedule, Workload, cut_heads
 from moestro.errors import MoestroError
-from moestro.predict.orders import pipeline_orders
+from moestro.predict.orders import SPLIT_BACKWARD, pipeline_orders
 
 MOST_VPP = 8
 CHUNKS = (1, 2, 4, 8)
@@ -115,12 +115,16 @@ class Space:
             if rest or not micro_batches:
                 continue
             for schedule, vpp in product(self.schedule, self.vpp):
-                if pp * vpp <= layers and _runs(schedule, pp, vpp, micro_batches):
+                ours = workload.trainer == "moestro"
+                if pp * vpp > layers or (ours and _trainer_refuses(family, schedule, pp, vpp, micro_batches)):
+                    continue
+                if _runs(schedule, pp, vpp, micro_batches):
                     for some in again:
                         yield Pipeline(pp, dp, vpp, schedule, some, micro_batches)
 
-    def variants(self, family: Family, dp: int) -> list[Variant]:
-        """Those that mean something with so many data ranks."""
+    def variants(self, family: Family, workload: Workload, dp: int, pp: int) -> list[Variant]:
+        """Those that mean something with so many data and pipeline ranks, and that the workload's trainer can do. What is
+        in flight is offloaded, which is nothing without a pipeline."""
         ranks = dp * family.cp
         found = dict.fromkeys(
             Variant(zero, shard if zero else None, offload, bucket, gradients, parameters)
@@ -129,6 +133,9 @@ class Space:
                 self.overlap_gradients, self.overlap_parameters,
             )
             if not (zero and shard is not None and (shard >= ranks or ranks % shard))
+            and not (pp == 1 and offload == "activations")
+            and not (zero == 1 and shard is not None and workload.trainer == "moestro")
+            and not (zero >= 2 and dp == 1 and workload.trainer == "moestro")
         )  # fmt: skip
         return list(found)
 
@@ -146,12 +153,13 @@ def values_of(family: Family, pipeline: Pipeline, variant: Variant, ranks_per_no
 
 
 def space_of(
-    workload: Workload, devices: int, node_size: int, given: Mapping[str, tuple[Any, ...]] | None = None
-) -> Space:
+    workload: Workload, devices: int, node_size: int, given: Mapping[str, tuple[Any, ...]] | None = None,
+    offloads: bool = False,
+) -> Space:  # fmt: skip
     """What is worth trying: powers of two and divisors, tensor parallelism within a node, all that the workload's
     trainer can do.
 
-    given: values for fields of Plan, instead.
+    given: values for fields of Plan, instead. offloads: there is a host to offload to (predict.offload.host_rate).
 
     Raises:
         MoestroError: `given` names what is not a field of the space, or a value that the field cannot have.
@@ -164,7 +172,7 @@ def space_of(
     least = max(1, workload.global_batch_size // devices)
     ours = workload.trainer == "moestro"
     space = Space(
-        tp=tuple(n for n in powers if n <= node_size and devices % n == 0 and _kv_heads(model) % n == 0),
+        tp=tuple(n for n in powers if n <= node_size and devices % n == 0 and not cut_heads(workload, n)),
         cp=tuple(n for n in powers if devices % n == 0 and workload.seq_len // n >= 4096) or (1,),
         ep=tuple(n for n in divisors if experts % n == 0),
         etp=(1,) if moe is None else (0,) if ours else (1, 0),
@@ -185,7 +193,7 @@ def space_of(
         recompute_layers=(None,),
         zero=(0, 1, 2, 3),
         shard=(None, *((node_size,) if ours and devices > node_size else ())),
-        offload=("none",),
+        offload=("none", "optimizer", "activations") if offloads and not ours else ("none",),
         bucket_bytes=(None,),
         overlap_gradients=(True,),
         overlap_parameters=(True,),
@@ -196,7 +204,11 @@ def space_of(
         raise MoestroError(f"a search has no plan.{min(unknown)}; it has {known}")
     for name, values in (given or {}).items():
         _check(name, values)
-    return replace(space, **dict(given or {}))
+    space = replace(space, **dict(given or {}))
+    refused = [why for tp in space.tp for why in cut_heads(workload, tp)[:1]]
+    if len(refused) == len(space.tp):
+        raise MoestroError(refused[0])
+    return space
 
 
 def _check(name: str, values: tuple[Any, ...]) -> None:
@@ -210,11 +222,6 @@ def _check(name: str, values: tuple[Any, ...]) -> None:
             for found in error.errors():
                 if found["loc"]:
                     raise MoestroError(f"plan.{name} = {value}: {found['msg']}") from error
-
-
-def _kv_heads(model: ModelConfig) -> int:
-    """Tensor ranks hold whole heads of keys and values (of latent attention: of queries)."""
-    return model.num_heads if model.mla is not None else (model.num_kv_heads or model.num_heads)
 
 
 def _plain(family: Family, model: ModelConfig) -> Family:
@@ -232,15 +239,27 @@ def _plain(family: Family, model: ModelConfig) -> Family:
 
 
 def _allowed(family: Family, workload: Workload) -> bool:
-    model, moe = workload.model, workload.model.moe
-    length = workload.seq_len // family.cp
-    if model.num_heads % family.tp or (family.cp > 1 and workload.seq_len % (2 * family.cp)):
+    moe, length = workload.model.moe, workload.seq_len // family.cp
+    if cut_heads(workload, family.tp) or (family.cp > 1 and workload.seq_len % (2 * family.cp)):
         return False
     if family.tp > 1 and family.sequence_parallel and length % family.tp:
         return False
     if family.expert_recompute and family.recompute == "block":
         return False  # computed again already
+    if workload.trainer == "moestro" and family.expert_recompute and family.overlap_dispatch:
+        return False  # it has one or the other
     return moe is None or moe.resolved_num_experts % family.ep == 0
+
+
+def _trainer_refuses(family: Family, schedule: str, pp: int, vpp: int, micro_batches: int) -> bool:
+    """Ours wants a micro-batch for each pipeline rank, with DualPipeV for each stage, and splits no backward pass that
+    follows recomputation (parallel.layout)."""
+    if pp == 1:
+        return False
+    again = family.recompute != "none" or family.expert_recompute
+    wanted = pp * vpp if schedule == "dualpipev" else pp
+    whole = schedule in ("interleaved", "zero_bubble")
+    return (again and schedule in SPLIT_BACKWARD) or micro_batches < wanted or (whole and micro_batches % pp > 0)
 
 
 @lru_cache(maxsize=65536)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from moestro.config.plan import Plan, Workload
-from moestro.plan.search import Found
+from moestro.plan.candidates import Found
 from moestro.predict.predict import predict_step
 from moestro.predict.target import Target
 from moestro.predict.words import TimeBreakdown

@@ -27,24 +27,26 @@ class Cost:
     """Seconds by class of kernel; seconds of collectives, (dimension, between nodes, may hide) -> seconds; counts.
 
     flops: by dtype. guessed: (basis, dimension) of collectives whose time rests on no measurement of this device; what
-    the bases are, network.TOLD says.
+    the bases are, network.TOLD says. to_host_s, from_host_s: of copies beside all else (offload.py).
     """
 
     kernels: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)  # of the model -> seconds of kernels
+    parts: dict[tuple[str, str], float] = field(default_factory=dict)  # (part of the model, class) -> seconds
     collectives: dict[tuple[str, bool, bool], float] = field(default_factory=dict)
     launches: float = 0.0
     num_collectives: float = 0.0
     flops: dict[str, float] = field(default_factory=dict)
     guessed: set[tuple[str, str]] = field(default_factory=set)
+    to_host_s: float = 0.0
+    from_host_s: float = 0.0
 
     def add(self, other: "Cost", times: float) -> None:
         if not times:
             return
         for name, seconds in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0.0) + times * seconds
-        for name, seconds in other.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + times * seconds
+        for part, seconds in other.parts.items():
+            self.parts[part] = self.parts.get(part, 0.0) + times * seconds
         for key, seconds in other.collectives.items():
             self.collectives[key] = self.collectives.get(key, 0.0) + times * seconds
         self.launches += times * other.launches
@@ -52,6 +54,8 @@ class Cost:
         for name, flops in other.flops.items():
             self.flops[name] = self.flops.get(name, 0.0) + times * flops
         self.guessed |= other.guessed
+        self.to_host_s += times * other.to_host_s
+        self.from_host_s += times * other.from_host_s
 
     def compute_s(self, constants: Constants) -> float:
         return sum(seconds * getattr(constants, name) for name, seconds in self.kernels.items())
@@ -68,12 +72,13 @@ class Cost:
         )
 
     def seconds(self, constants: Constants) -> float:
-        """Of the whole: kernels or the host, whichever is slower, what blocks, and what cannot hide."""
+        """Of the whole: kernels or the host, whichever is slower, what blocks, and what cannot hide; or its copies."""
         compute, host = self.compute_s(constants), self.host_s(constants)
         hides = self.communication_s(constants, hides=True)
         hidden = min(hides, constants.hidden * compute)
         compute += constants.contention * hidden
-        return max(compute, host) + self.communication_s(constants, hides=False) + hides - hidden
+        own = max(compute, host) + self.communication_s(constants, hides=False) + hides - hidden
+        return max(own, self.to_host_s, self.from_host_s)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ class Pricer:
         found = self._pieces.get(piece)
         if found is None and piece.base is not None:
             forward, again, backward, weight = self.piece(piece.base)
+            if piece.recompute is not piece.base.recompute:
+                again = self.nodes(piece.recompute)
             found = self._and_shards(forward, piece.forward), again, self._and_shards(backward, piece.backward), weight
             self._pieces[piece] = found
         if found is None:
@@ -194,12 +201,12 @@ def _cost(nodes: Iterable[Node], kernels: KernelPricer, network: NetworkPricer) 
             seconds = kernels.seconds(node) * node.times
             name = kernel_class(node)
             cost.kernels[name] = cost.kernels.get(name, 0.0) + seconds
-            cost.parts[node.part] = cost.parts.get(node.part, 0.0) + seconds
+            cost.parts[node.part, name] = cost.parts.get((node.part, name), 0.0) + seconds
             cost.launches += node.launches * node.times
             cost.flops[node.dtype] = cost.flops.get(node.dtype, 0.0) + node.flops * node.times
         else:
             collectives.append(node)
-    window_s = sum(seconds for part, seconds in cost.parts.items() if part not in REACHED)
+    window_s = sum(seconds for (part, _), seconds in cost.parts.items() if part not in REACHED)
     for node in collectives:
         _collective(cost, node, network, window_s)
     return cost

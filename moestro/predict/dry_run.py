@@ -8,12 +8,15 @@ Every stage of a dry run with deliberately uneven layers and recomputation is on
 unknowns can be solved and are worth nothing: measured peaks stray by a percent or so, and a system that hardly tells
 two unknowns apart makes multiples of it. So there must be one probe to spare, and a bounded condition number, before
 anything is fitted.
+
+One thing is added to it. A stage that recomputes all of its layers does so one at a time, and while it does, that
+layer has all of its activations back: `none` once more and its own kind once less. Where a layer keeps but its input
+that is most of what a stage with few layers holds.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,57 +28,67 @@ from moestro.errors import MoestroError
 MOST_CONDITION = 25.0
 MOST_PROBES = 8  # that are proposed
 
-End = Literal["middle", "first", "last"]
+PLAIN = "none"  # the kind of layers that are not recomputed
+MIDDLE = "middle"
+
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Probe:
     """A pipeline stage of a dry run. layers: how many by kind of recomputation ("none" is one). in_flight:
-    micro-batches whose activations it holds at its peak, with 1F1B pp - stage. end: whether the embedding or the head
-    is on it."""
+    micro-batches whose activations it holds at its peak, with 1F1B pp - stage. end: "middle", or a name for what else
+    is on it, as "first" for the embedding and "last" for the head; stages of one name have the same besides."""
 
     layers: Mapping[str, int]
     in_flight: int
-    end: End = "middle"
+    end: str = MIDDLE
 
     def __str__(self) -> str:
-        layers = " and ".join(f"{count} of '{kind}'" for kind, count in self.layers.items() if count) or "no layer"
-        return f"a middle stage with {self.in_flight} in flight and {layers}"
+        some = [f"{n} layer{'s' * (n != 1)} of '{kind}'" for kind, n in self.layers.items() if n]
+        return f"a {self.end} stage with {self.in_flight} in flight and {' and '.join(some) or 'no layer'}"
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The fitted numbers, in bytes. first_bytes, last_bytes: what the embedding and the head add; None: no such probe.
+    """The fitted numbers, in bytes. end_bytes: what stages with the embedding, the head … need besides, by their names.
 
-    rank, condition: of the equations of middle stages. residuals: predicted ÷ measured - 1 of each probe, in order.
+    end_in_flight: micro-batches of the probes that these are of, on average. rank, condition: of the equations of
+    middle stages. residuals: predicted ÷ measured - 1 of each probe, in
+    order. comes_back: whether a recomputed layer's activations count while it is computed again.
     """
 
     constant_bytes: float
     layer_bytes: float
     activation_bytes: Mapping[str, float]  # of a layer and micro-batch, by kind
-    first_bytes: float | None
-    last_bytes: float | None
+    end_bytes: Mapping[str, float]
     rank: int
     condition: float
     residuals: tuple[float, ...] = ()
+    comes_back: bool = True
+    end_in_flight: Mapping[str, float] = field(default_factory=dict)
 
     def peak_bytes(self, probe: Probe) -> float:
         """Of any stage. Raises MoestroError for an end or a kind of recomputation that was not probed."""
         unknown = [kind for kind, count in probe.layers.items() if count and kind not in self.activation_bytes]
         if unknown:
             raise MoestroError(f"no probe had layers of '{unknown[0]}': add a stage with some to the dry run")
-        end = {"middle": 0.0, "first": self.first_bytes, "last": self.last_bytes}[probe.end]
-        if end is None:
+        if probe.end != MIDDLE and probe.end not in self.end_bytes:
             raise MoestroError(f"no {probe.end} stage was probed: add it to the dry run")
-        held = sum(count * self.activation_bytes.get(kind, 0.0) for kind, count in probe.layers.items())
-        return self.constant_bytes + sum(probe.layers.values()) * self.layer_bytes + probe.in_flight * held + end
+        numbers = (self.constant_bytes, self.layer_bytes, *self.activation_bytes.values())
+        inner = float(equations([probe], list(self.activation_bytes), self.comes_back)[0] @ np.asarray(numbers))
+        return inner + self.end_bytes.get(probe.end, 0.0)
 
 
 def fit_dry_run(
-    probes: Sequence[Probe], peaks_bytes: Sequence[float], most_condition: float = MOST_CONDITION
+    probes: Sequence[Probe],
+    peaks_bytes: Sequence[float],
+    most_condition: float = MOST_CONDITION,
+    comes_back: bool = True,
 ) -> StageMemory:
-    """Least squares over the middle stages; the ends from what theirs need beyond it.
+    """Least squares over the middle stages; the ends from what theirs need beyond it, the mean of each name.
+
+    comes_back: False leaves out what a recomputed layer has while it is computed again, as TeleChat3's planner does.
 
     Raises:
         MoestroError: the middle stages cannot tell the unknowns apart, or hardly can; the message says which, and
@@ -87,18 +100,46 @@ def fit_dry_run(
     if not np.isfinite(peaks).all() or (peaks <= 0).any():
         raise MoestroError("peaks must be positive numbers of bytes: leave out the stages that ran out of memory")
     kinds = kinds_of(probes)
-    inner = [i for i, probe in enumerate(probes) if probe.end == "middle"]
-    rows = equations([probes[i] for i in inner], kinds)
+    inner = [i for i, probe in enumerate(probes) if probe.end == MIDDLE]
+    middle = [probes[i] for i in inner]
+    rows = equations(middle, kinds, comes_back)
     rank, condition = conditioning(rows)
-    if len(inner) <= rows.shape[1] or rank < rows.shape[1] or condition > most_condition:
+    if not is_enough(middle, kinds, most_condition, comes_back):
         raise MoestroError(_refusal(probes, kinds, rank, condition, most_condition))
+    return replace(_solved(probes, peaks, kinds, rows, inner, comes_back), rank=rank, condition=condition)
+
+
+def leave_one_out(probes: Sequence[Probe], peaks_bytes: Sequence[float], comes_back: bool = True) -> list[float | None]:
+    """Predicted ÷ measured - 1 of each probe by a fit to the others; None where they do not determine it."""
+    kinds, peaks, found = kinds_of(probes), np.asarray(peaks_bytes, dtype=float), list[float | None]()
+    for out, probe in enumerate(probes):
+        others = [other for i, other in enumerate(probes) if i != out]
+        inner = [i for i, other in enumerate(others) if other.end == MIDDLE]
+        rows = equations([others[i] for i in inner], kinds, comes_back)
+        fitted = None
+        if conditioning(rows)[0] == rows.shape[1]:
+            fitted = _solved(others, np.delete(peaks, out), kinds, rows, inner, comes_back)
+        if fitted is None or probe.end not in (MIDDLE, *fitted.end_bytes):
+            found.append(None)
+        else:
+            found.append(fitted.peak_bytes(probe) / float(peaks[out]) - 1)
+    return found
+
+
+def _solved(
+    probes: Sequence[Probe], peaks: Floats, kinds: Sequence[str], rows: Floats, inner: list[int], comes_back: bool
+) -> StageMemory:
+    """inner: which of the probes `rows` are of."""
     constant, layer, *activations = (float(v) for v in np.linalg.lstsq(rows, peaks[inner], rcond=None)[0])
-    bare = StageMemory(constant, layer, dict(zip(kinds, activations, strict=True)), 0.0, 0.0, rank, condition)
-    beyond: dict[str, list[float]] = {"middle": [], "first": [], "last": []}
+    by_kind = dict(zip(kinds, activations, strict=True))
+    bare = StageMemory(constant, layer, by_kind, {}, rows.shape[1], float("nan"), comes_back=comes_back)
+    beyond, flights = dict[str, list[float]](), dict[str, list[int]]()
     for probe, peak in zip(probes, peaks, strict=True):
-        beyond[probe.end].append(float(peak) - bare.peak_bytes(probe))
-    ends = {end: float(np.mean(values)) if values else None for end, values in beyond.items()}
-    fitted = replace(bare, first_bytes=ends["first"], last_bytes=ends["last"])
+        if probe.end != MIDDLE:
+            beyond.setdefault(probe.end, []).append(float(peak) - bare.peak_bytes(replace(probe, end=MIDDLE)))
+            flights.setdefault(probe.end, []).append(probe.in_flight)
+    ends, in_flight = ({end: float(np.mean(some)) for end, some in found.items()} for found in (beyond, flights))
+    fitted = replace(bare, end_bytes=ends, end_in_flight=in_flight)
     residuals = tuple(fitted.peak_bytes(p) / float(peak) - 1 for p, peak in zip(probes, peaks, strict=True))
     return replace(fitted, residuals=residuals)
 
@@ -108,13 +149,27 @@ def kinds_of(probes: Sequence[Probe]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for probe in probes for kind, count in probe.layers.items() if count))
 
 
-def equations(probes: Sequence[Probe], kinds: Sequence[str]) -> Floats:
+def equations(probes: Sequence[Probe], kinds: Sequence[str], comes_back: bool = True) -> Floats:
     """[probes, 2 + kinds]: what a stage's peak has of the constant, of a layer, and of each kind's activations."""
-    rows = [
-        [1, sum(probe.layers.values()), *(probe.in_flight * probe.layers.get(kind, 0) for kind in kinds)]
-        for probe in probes
-    ]
-    return np.asarray(rows, dtype=float).reshape(len(rows), 2 + len(kinds))
+    rows = np.zeros((len(probes), 2 + len(kinds)))
+    for row, probe in zip(rows, probes, strict=True):
+        row[0], row[1] = 1, sum(probe.layers.values())
+        row[2:] = [probe.in_flight * probe.layers.get(kind, 0) for kind in kinds]
+        if comes_back and PLAIN in kinds and row[1] and not probe.layers.get(PLAIN):
+            most = max(kinds, key=lambda kind: (probe.layers.get(kind, 0), kind))  # in whatever order kinds come
+            row[2 + kinds.index(PLAIN)] += 1
+            row[2 + kinds.index(most)] -= 1
+    return rows
+
+
+def is_enough(
+    middle: Sequence[Probe], kinds: Sequence[str], most_condition: float = MOST_CONDITION, comes_back: bool = True
+) -> bool:
+    """Whether middle stages determine all unknowns, well, with one stage to check them by. One that was run twice
+    counts once."""
+    rows = equations(middle, kinds, comes_back)
+    rank, condition = conditioning(rows)
+    return rank == rows.shape[1] and condition <= most_condition and len(np.unique(rows, axis=0)) > rank
 
 
 def conditioning(rows: Floats) -> tuple[int, float]:
@@ -133,28 +188,29 @@ def probes_to_add(probes: Sequence[Probe], most_condition: float = MOST_CONDITIO
     Each is what lowers the condition number most, or raises the rank, of stages with one kind of layers (one, or as
     many as the largest stage has) and few or most in flight.
     """
-    middle, kinds = [probe for probe in probes if probe.end == "middle"], kinds_of(probes)
+    middle, kinds = [probe for probe in probes if probe.end == MIDDLE], kinds_of(probes)
     most_layers = max([2, *(sum(probe.layers.values()) for probe in probes)])
     flights = (2, max([4, *(probe.in_flight for probe in middle)]))  # of one value, layers and activations are alike
     candidates = [
         Probe({kind: count}, in_flight) for kind, count, in_flight in product(kinds, (1, most_layers), flights)
     ]
     added: list[Probe] = []
-    while candidates and len(added) < MOST_PROBES:
-        rank, condition = conditioning(equations([*middle, *added], kinds))
-        if rank == 2 + len(kinds) and condition <= most_condition and len(middle) + len(added) > rank:
+    while len(added) < MOST_PROBES and not is_enough([*middle, *added], kinds, most_condition):
+        new = [probe for probe in candidates if probe not in middle and probe not in added]
+        if not new:
             break
-        added.append(min(candidates, key=lambda probe: _rating([*middle, *added, probe], kinds)))
+        added.append(min(new, key=lambda probe: rating([*middle, *added, probe], kinds)))
     return added
 
 
-def _rating(probes: Sequence[Probe], kinds: Sequence[str]) -> tuple[int, float]:
+def rating(probes: Sequence[Probe], kinds: Sequence[str]) -> tuple[int, float]:
+    """Of middle stages; smaller is better: those that determine more, then those that do so better."""
     rank, condition = conditioning(equations(probes, kinds))
     return -rank, condition
 
 
 def _refusal(probes: Sequence[Probe], kinds: Sequence[str], rank: int, condition: float, most: float) -> str:
-    middle, unknowns = [probe for probe in probes if probe.end == "middle"], 2 + len(kinds)
+    middle, unknowns = [probe for probe in probes if probe.end == MIDDLE], 2 + len(kinds)
     if rank < unknowns:
         loose = _mixed(middle, kinds)
         why = f"{rank} of {unknowns} unknowns are determined by the middle stages ({len(middle)}), not {loose}"
@@ -163,7 +219,7 @@ def _refusal(probes: Sequence[Probe], kinds: Sequence[str], rank: int, condition
     else:
         why = f"the middle stages ({len(middle)}) are too few for {unknowns} unknowns and one to check them by"
     added = "; ".join(map(str, probes_to_add(probes, most)))
-    return f"{why}. Add to the dry run: {added or 'stages with layers'}."
+    return f"{why}. Add to the dry run: {added or 'stages with layers'} (with 1F1B, N in flight is stage pp - N)."
 
 
 def _mixed(probes: Sequence[Probe], kinds: Sequence[str]) -> str:

@@ -5,6 +5,10 @@ training nodes; pass your own where you have them.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moestro.errors import MoestroError
 from moestro.hardware.devices import Device
@@ -15,6 +19,8 @@ COMMUNICATING = 0.45  # while only communication runs (recalled)
 COMPUTING = 0.90  # in matrix products and attention at full rate (recalled; memory-bound kernels draw less)
 NODE = 1.4  # a node's power over that of its devices: hosts, NICs, fans (recalled: 1.3 to 1.8)
 COOLING = 1.2  # power usage effectiveness of the building (recalled: 1.05 to 1.5)
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -39,18 +45,26 @@ def step_energy(
     Raises:
         MoestroError: the catalog does not know the device's rated power, or the step takes no time.
     """
-    tdp = device.tdp_w.nominal
-    if tdp is None:
-        raise MoestroError(f"the catalog has no rated power for {device.name}; add tdp_w to its file")
+    tdp = rated_w(device)
     if not time.total > 0:
         raise MoestroError("a step of no time has no power")
-    computing = time.compute + time.optimizer
-    waiting = time.host + time.bubble
-    share = (computing * COMPUTING + time.communication * COMMUNICATING + waiting * IDLE) / time.total
-    device_w = tdp * share
+    device_w = tdp * drawn_s(time.compute + time.optimizer, time.host + time.bubble, time.total) / time.total
     wall_w = device_w * node * cooling
     source = f"rated power ({device.tdp_w.confidence}) times recalled shares"
     return Energy(device_w, wall_w, wall_w * devices * time.total, source)
+
+
+def rated_w(device: Device) -> float:
+    """Raises MoestroError where the catalog does not know it."""
+    if device.tdp_w.nominal is None:
+        raise MoestroError(f"the catalog has no rated power for {device.name}; add tdp_w to its file")
+    return device.tdp_w.nominal
+
+
+def drawn_s(computing_s: Seconds, waiting_s: Seconds, step_s: Seconds) -> Seconds:
+    """Seconds at rated power that draw as much as a step of so many seconds, which communicates in those left over."""
+    sending_s = step_s - computing_s - waiting_s
+    return computing_s * COMPUTING + sending_s * COMMUNICATING + waiting_s * IDLE
 
 
 def carbon_kg(energy: Energy, grams_per_kwh: float) -> float:

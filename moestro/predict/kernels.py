@@ -62,9 +62,12 @@ class KernelPricer:
         batch, seq_q, seq_k, heads, kv_heads, qk_dim, v_dim = kernel.dims
         phase = "fwd" if kernel.op == "attention" else "bwd"
         curve = self.curves.attention(kernel.dtype)
-        # Causal over the square of the keys: of a context rank's share of the queries, or a window, the same share.
-        whole = curve.seconds(batch, seq_k, heads, kv_heads, qk_dim, v_dim, True, phase)
-        return max(whole * seq_q / seq_k, self.memory_s(kernel.bytes_moved, kernel.launches))
+        # Causal over the square of the keys. A context rank has a part of the queries: as much work, in as many blocks
+        # for the units to share, as a part of a sequence. Queries beyond a window's keys are the window over again.
+        share = seq_q / seq_k
+        once = curve.seconds(batch * min(1.0, share), seq_k, heads, kv_heads, qk_dim, v_dim, True, phase)
+        seconds = once * max(1.0, share)
+        return max(seconds, self.memory_s(kernel.bytes_moved, kernel.launches))
 
     def memory_s(self, size: float, launches: int) -> float:
         """A kernel that moves `size` bytes."""

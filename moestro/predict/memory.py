@@ -72,22 +72,36 @@ def memory_of(
     graph: StepGraph, workload: Workload, plan: Plan, device: Device | None = None
 ) -> tuple[MemoryBreakdown, tuple[float, ...]]:
     """The breakdown of the fullest pipeline rank, and all bytes of each. device None: a GPU."""
-    held = _ranks(graph, workload, plan)
-    outside = outside_bytes(plan, workload, device)
-    totals = tuple(rank.allocated + _fragmentation(rank) + sum(outside) for rank in held)
-    full = held[max(range(plan.pp), key=totals.__getitem__)]
-    breakdown = MemoryBreakdown(
-        weights=full.weights,
-        gradients=full.gradients,
-        optimizer=full.optimizer,
-        activations=full.activations,
-        transient=full.transient,
-        communication=outside[1],
-        framework=outside[0],
-        fragmentation=_fragmentation(full),
-        excluded=EXCLUDED if workload.model.moe is None else (*EXCLUDED, _uneven(workload, plan)),
+    ranks = memory_of_ranks(graph, workload, plan, device)
+    totals = tuple(rank.total for rank in ranks)
+    return ranks[max(range(plan.pp), key=totals.__getitem__)], totals
+
+
+def memory_of_ranks(
+    graph: StepGraph, workload: Workload, plan: Plan, device: Device | None = None
+) -> tuple[MemoryBreakdown, ...]:
+    """Of every pipeline rank, as memory_of."""
+    framework, communication = outside_bytes(plan, workload, device)
+    excluded = EXCLUDED if workload.model.moe is None else (*EXCLUDED, _uneven(workload, plan))
+    return tuple(
+        MemoryBreakdown(
+            weights=held.weights,
+            gradients=held.gradients,
+            optimizer=held.optimizer,
+            activations=held.activations,
+            transient=held.transient,
+            communication=communication,
+            framework=framework,
+            fragmentation=_fragmentation(held),
+            excluded=excluded,
+        )
+        for held in _ranks(graph, workload, plan)
     )
-    return breakdown, totals
+
+
+def allocated_by_rank(graph: StepGraph, workload: Workload, plan: Plan) -> tuple[float, ...]:
+    """Bytes of tensors on each pipeline rank, at its worst moment."""
+    return tuple(rank.allocated for rank in _ranks(graph, workload, plan))
 
 
 def memory_peaks(memory: MemoryBreakdown, workload: Workload, plan: Plan) -> MemoryPeaks:
@@ -208,13 +222,13 @@ def _ranks(graph: StepGraph, workload: Workload, plan: Plan) -> list[_Held]:
         return seen[key]
 
     found = []
-    for moments in _moments_of(graph, plan):
+    for moments in moments_of(graph, plan):
         stages = [[(held(number), count) for number, count in counts] for counts in moments]
         found.append(_together(max(stages, key=lambda some: sum(n * one.activations for one, n in some)), plan))
     return found
 
 
-def _moments_of(graph: StepGraph, plan: Plan) -> Sequence[tuple[tuple[tuple[int, int], ...], ...]]:
+def moments_of(graph: StepGraph, plan: Plan) -> Sequence[tuple[tuple[tuple[int, int], ...], ...]]:
     """Of each pipeline rank, as most_held."""
     if plan.pp == 1:
         return [(tuple((stage.index, 1) for stage in graph.stages),)]
@@ -256,7 +270,7 @@ def kept_bytes(workload: Workload, plan: Plan, numbers: Parameters) -> tuple[flo
     ours = workload.trainer == "moestro" and plan.zero == 2 and plan.shard_ranks > 1
     whole = (plan.zero == 3 or ours) and plan.pp > 1 and plan.shard_ranks > 1
     trained = numbers.trained / numbers.total if numbers.total else 0.0
-    states = _state_bytes(workload.optimizer, numbers)
+    states = moment_bytes(workload.optimizer, numbers)
     groups = ((numbers.dense, plan.shard_ranks, states[0]), (numbers.expert, expert_shards(workload, plan), states[1]))
     for held, split, state in groups:
         if whole or ours:
@@ -284,7 +298,7 @@ def _master_bytes(workload: Workload, plan: Plan) -> int:
     return 0 if alone else 4
 
 
-def _state_bytes(optimizer: str, numbers: Parameters) -> tuple[float, float]:
+def moment_bytes(optimizer: str, numbers: Parameters) -> tuple[float, float]:
     """Of one dense and of one expert parameter. Muon's one moment is of matrices; what is none has AdamW's two."""
     state = float(STATE_BYTES[optimizer])
     if optimizer != "muon" or not numbers.dense:

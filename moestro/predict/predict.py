@@ -12,8 +12,9 @@ from moestro.predict.constants import Calibration, Constants, generation, load_c
 from moestro.predict.costs import Cost, Pricer, StepCost, kernel_class, price, pricer_of
 from moestro.predict.memory import memory_of
 from moestro.predict.network import TOLD, around
+from moestro.predict.offload import offload_notes, with_copies
 from moestro.predict.pools import memory_notes, pool_notes, price_parts
-from moestro.predict.processes import on_processes
+from moestro.predict.processes import on_processes, waits_s
 from moestro.predict.program import stage_ops
 from moestro.predict.step import step_time
 from moestro.predict.target import Target
@@ -54,6 +55,7 @@ def predict_step(
             *target.notes,
             *graph.notes,
             *_notes(costs, workload, target),
+            *offload_notes(plan, target.place.device),
             *pool_notes(costs, plan, target.parts, constants),
             *_fit(memory, by_rank, plan, target),
         ),
@@ -93,9 +95,11 @@ def target_pricer(workload: Workload, plan: Plan, target: Target) -> Pricer:
 def price_step(graph: StepGraph, workload: Workload, plan: Plan, target: Target) -> StepCost:
     """Seconds of every pass by the target's curves, without constants."""
     if target.parts:
+        if plan.offload != "none":
+            raise MoestroError("offloading is priced on one kind of device in one region; leave plan.offload out")
         return price_parts(graph, workload, plan, target.parts, target.lines)
     pricer = target_pricer(workload, plan, target)
-    costs = price(graph, pricer)
+    costs = with_copies(price(graph, pricer), graph, workload, plan, target.place.device)
     return on_processes(costs, graph, pricer) if target.host_computes else costs
 
 
@@ -103,10 +107,12 @@ def slowest_stage(graph: StepGraph, workload: Workload, plan: Plan, target: Targ
     """The longest timeline of a stage: one micro-batch of it, and what its rank does once a step.
 
     Raises:
-        MoestroError: the target is a CPU, whose host computes: nothing runs beside it.
+        MoestroError: the target is a CPU, whose host computes: nothing runs beside it; the plan offloads.
     """
     if target.host_computes:
         raise MoestroError("a CPU has no streams beside its host: take --perfetto, or the timeline of an accelerator")
+    if plan.offload != "none":
+        raise MoestroError("--timeline does not follow copies to the host; leave plan.offload out")
     constants = target.constants_for(workload, plan.world_size)
     pricer = target_pricer(workload, plan, target)
 
@@ -126,8 +132,10 @@ def compose(costs: StepCost, plan: Plan, target: Target, constants: Constants, e
     if target.host_computes:
         costs = _with_host(costs, constants)
     time = step_time(costs, plan, constants, exact)
+    if target.host_computes:
+        time = replace(time, bubble=waits_s(time, plan.pp, target.turns(plan.world_size)))
     parts = dict(time.by_part)
-    host = parts.pop(HOST, 0.0) * constants.memory if target.host_computes else 0.0
+    host = parts.pop(HOST, 0.0)
     compute = max(0.0, time.compute - host)
     raw = sum(parts.values())
     scaled = {name: seconds * compute / raw for name, seconds in parts.items()} if raw else {}
@@ -169,7 +177,7 @@ def _with_host(costs: StepCost, constants: Constants) -> StepCost:
     def host(cost: Cost) -> Cost:
         seconds = cost.host_s(constants) / constants.memory
         kernels = {**cost.kernels, "memory": cost.kernels.get("memory", 0.0) + seconds}
-        return Cost(kernels, {**cost.parts, HOST: seconds}, cost.collectives)
+        return Cost(kernels, {**cost.parts, (HOST, "memory"): seconds}, cost.collectives)
 
     stages = tuple(
         replace(s, forward=host(s.forward), backward=host(s.backward), weight=host(s.weight)) for s in costs.stages

@@ -14,11 +14,16 @@ from moestro.hardware.profile import MachineProfile, Sample
 from moestro.predict.constants import Constants
 from moestro.predict.costs import KERNEL_CLASSES, Cost, Pricer, StepCost, pricer_of
 from moestro.predict.curves import DeviceCurves
+from moestro.predict.words import TimeBreakdown
 
 # On a CPU every call of the framework takes host time: how many our trainer makes, views included, for one counted
 # kernel, and for one group of a product of experts, which run one by one there. Counted on models of 2 to 6 layers and
 # 8 to 32 experts (1,704 to 7,332 calls a step, within 4 %).
 CALLS, CALLS_OF_GROUP = 7.0, 8.7
+# Around an exchange: buffers, copies into and out of the order that is sent, sums. Counted in 14 layouts of 2 and 4
+# processes, whose calls are then right within 10 %; without, those of tensor parallelism are up to a quarter too few.
+CALLS_OF_EXCHANGE = 15.0
+TO_ALL = 2  # exchanges of a few bytes a step, among all processes
 
 STEP = "train_step"
 LEAST, MOST = 0.5, 3.0  # what the step that was measured may change the constants by: beyond it something is wrong
@@ -67,7 +72,12 @@ def in_steps(profile: MachineProfile, processes: int, curves: DeviceCurves, cons
     stage = graph.stages[0]
     nodes = (*stage.forward, *stage.recompute, *stage.backward, *stage.weight, *graph.ranks[0].update)
     kernels = [node for node in nodes if not isinstance(node, Collective)]
-    cost = _with_calls(pricer_of(curves, workload.routing, plan, int(most)).nodes(kernels), kernels)
+    sent = [
+        node for node in (*nodes, *graph.ranks[0].before, *graph.ranks[0].gradients) if isinstance(node, Collective)
+    ]
+    exchanges = sum(node.times for node in sent) + (TO_ALL if most > 1 else 0)
+    alone = pricer_of(curves, workload.routing, plan, int(most)).nodes(kernels)
+    cost = _with_calls(replace(alone, num_collectives=exchanges), kernels)
     operations = _ratio(took.get("operations"), cost.compute_s(constants))
     host = _ratio(took.get("host"), cost.host_s(constants))
     slower = {name: operations * getattr(constants, name) for name in KERNEL_CLASSES}
@@ -113,8 +123,9 @@ def _short(op: str, ranks: int, samples: list[Sample], known: dict[tuple[str, in
 
 
 def on_processes(costs: StepCost, graph: StepGraph, pricer: Pricer) -> StepCost:
-    """The costs with what only a CPU notices: each expert's product is a call of its own, and exchanges of a few bytes
-    take as long as those of many. Of these the trainer makes two a step among all, and one before each dispatch.
+    """The costs with what only a CPU notices: each expert's product is a call of its own, an exchange several calls,
+    and exchanges of a few bytes take as long as those of many. Of these the trainer makes two a step among all, and
+    one before each dispatch.
     """
     stages = tuple(
         replace(
@@ -127,9 +138,29 @@ def on_processes(costs: StepCost, graph: StepGraph, pricer: Pricer) -> StepCost:
     )
     if graph.world_size == 1:
         return replace(costs, stages=stages)
-    counts = _FEW_BYTES._replace(op="all_reduce", dimension="world", ranks=graph.world_size, times=2)
+    counts = _FEW_BYTES._replace(op="all_reduce", dimension="world", ranks=graph.world_size, times=TO_ALL)
     few = pricer.nodes([counts])
-    return replace(costs, stages=stages, once=tuple((g, _sum(r, few), u) for g, r, u in costs.once))
+    once = []
+    for gather, reduce, update in costs.once:
+        reduce = _sum(reduce, few)
+        exchanges = gather.num_collectives + reduce.num_collectives + update.num_collectives
+        launches = update.launches + exchanges * CALLS_OF_EXCHANGE / CALLS
+        once.append((gather, reduce, replace(update, launches=launches)))
+    return replace(costs, stages=stages, once=tuple(once))
+
+
+def waits_s(time: TimeBreakdown, pp: int, turns: float) -> float:
+    """Seconds that the slowest pipeline rank waits for the others, where `turns` processes share a core and take turns.
+
+    time: with all operations `turns` times slower, as if all processes always had something to do. But while one
+    waits, others have its core. Cores are idle only when fewer pipeline ranks work than fill them, as in a pipeline of
+    so many ranks; and no step is shorter than one with a core for each process.
+    """
+    if pp == 1 or turns <= 1:
+        return time.bubble
+    busy_s, alone_s = time.total - time.bubble, time.bubble / turns
+    idle_s = alone_s * max(0.0, pp / turns - 1) / (pp - 1)
+    return max(idle_s, alone_s - busy_s * (1 - 1 / turns))
 
 
 _FEW_BYTES = Collective("all_to_all", "dispatch", "sizes", "ep", 1, 64.0, "int64")
@@ -143,7 +174,8 @@ def _sizes(nodes: Iterable[Node]) -> list[Collective]:
 
 def _with_calls(cost: Cost, nodes: Iterable[Node]) -> Cost:
     groups = sum(n.dims[0] * n.times for n in nodes if not isinstance(n, Collective) and n.op == "grouped_gemm")
-    return replace(cost, launches=cost.launches + groups * CALLS_OF_GROUP / CALLS)
+    calls = groups * CALLS_OF_GROUP + cost.num_collectives * CALLS_OF_EXCHANGE
+    return replace(cost, launches=cost.launches + calls / CALLS)
 
 
 def _sum(a: Cost, b: Cost) -> Cost:

@@ -59,10 +59,13 @@ def simulate_on(
     """As simulate_step, on a target.
 
     Raises:
-        MoestroError: as simulate_step; the target is a CPU, or pools of unlike devices or several regions.
+        MoestroError: as simulate_step; the target is a CPU, or pools of unlike devices or several regions; the plan
+            offloads.
     """
     if target.host_computes:
         raise MoestroError("a CPU has no streams beside its host: there is nothing that --simulate could show")
+    if plan.offload != "none":
+        raise MoestroError("--simulate does not follow copies to the host; leave plan.offload out")
     if target.parts:
         raise MoestroError("--simulate takes equal devices in one region; use --exact for pools and regions")
     pricer, constants = target_pricer(workload, plan, target), target.constants_for(workload, plan.world_size)

@@ -1,6 +1,6 @@
 """The time of one step: priced passes, the pipeline around them, and what hides behind what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
@@ -51,8 +51,8 @@ def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = F
             for ranks in (per_rank, _by_rank(costs, plan, backward), _by_rank(costs, plan, weight))
         )
         bubble = bubble_s(plan, others, back, fill) + 2 * sum(sends[: plan.pp - 1])
-    shares = _shares(plan, slowest)
-    own = [(stage, m * shares[stage.rank]) for stage in costs.stages if stage.rank in shares]
+    held = shares(plan, slowest)
+    own = [(stage, m * held[stage.rank]) for stage in costs.stages if stage.rank in held]
     gather, reduce, update = costs.once[slowest]
     passes = [(cost, times) for stage, times in own for cost in (stage.forward, stage.backward, stage.weight)]
     last = sum(c.compute_s(constants) * times / m for stage, times in own for c in (stage.backward, stage.weight))
@@ -63,10 +63,13 @@ def step_time(costs: StepCost, plan: Plan, constants: Constants, exact: bool = F
     host = sum(waits) + constants.step_s
     once = update.seconds(constants)
     communication = max(0.0, busy - compute - host + constants.step_s) + exposed
+    sent = [(unit, times, unit.compute_s(constants)) for stage, times in own for unit in units(stage, plan)]
     return TimeBreakdown(
         compute=compute, host=host, communication=communication, bubble=max(0.0, bubble), optimizer=once,
-        by_part=_parts(passes),
+        by_part=_parts(passes, constants),
         by_dimension=_dimensions([*passes, (gather, 1), (reduce, 1)], constants),
+        exposed_by_dimension=_exposed([*sent, (reduce, 1, last), (gather, 1, first)], constants),
+        exposed_once=exposed, rank=slowest,
     )  # fmt: skip
 
 
@@ -110,7 +113,7 @@ def pass_seconds(
     return forward, backward, weight, whole
 
 
-def _shares(plan: Plan, rank: int) -> dict[int, float]:
+def shares(plan: Plan, rank: int) -> dict[int, float]:
     """Whose stages a rank runs, and the share of the micro-batches that it runs them for.
 
     DualPipe's ranks hold the stage of their own place and that of its mirror image, each for half of the micro-batches.
@@ -182,19 +185,38 @@ def bubble_s(plan: Plan, others: float, back: float, fill: float) -> float:
     return others / plan.vpp
 
 
-def _parts(passes: list[tuple[Cost, float]]) -> dict[str, float]:
+def _parts(passes: list[tuple[Cost, float]], constants: Constants) -> dict[str, float]:
     parts: dict[str, float] = {}
     for cost, times in passes:
-        for name, seconds in cost.parts.items():
-            parts[name] = parts.get(name, 0.0) + times * seconds
+        for (name, kind), seconds in cost.parts.items():
+            parts[name] = parts.get(name, 0.0) + times * seconds * float(getattr(constants, kind))
     return parts
 
 
+def _exposed(sent: list[tuple[Cost, float, float]], constants: Constants) -> dict[str, float]:
+    """Of each dimension, the seconds that nothing hides. Collectives that may hide are hidden alike. host: waits
+    for copies. sent: a cost, how often, and the seconds of computation that it may hide behind."""
+    found: dict[str, float] = {}
+    for cost, times, behind_s in sent:
+        hides = cost.communication_s(constants, hides=True)
+        open_share = 1 - min(hides, constants.hidden * behind_s) / hides if hides else 0.0
+        for (dimension, between, may_hide), seconds in cost.collectives.items():
+            factor = (constants.between if between else constants.inside) * (open_share if may_hide else 1.0)
+            found[dimension] = found.get(dimension, 0.0) + times * seconds * factor
+        copies_s = max(cost.to_host_s, cost.from_host_s)
+        if copies_s:
+            alone_s = replace(cost, to_host_s=0.0, from_host_s=0.0).seconds(constants)
+            found["host"] = found.get("host", 0.0) + times * max(0.0, copies_s - alone_s)
+    return found
+
+
 def _dimensions(costs: list[tuple[Cost, float]], constants: Constants) -> dict[str, float]:
-    """Seconds of all collectives of a dimension, hidden or not."""
+    """Seconds of all collectives of a dimension, and of copies to and from the host, hidden or not."""
     found: dict[str, float] = {}
     for cost, times in costs:
         for (dimension, between, _), seconds in cost.collectives.items():
             factor = constants.between if between else constants.inside
             found[dimension] = found.get(dimension, 0.0) + times * seconds * factor
+        if cost.to_host_s or cost.from_host_s:
+            found["host"] = found.get("host", 0.0) + times * (cost.to_host_s + cost.from_host_s)
     return found

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +22,7 @@ from moestro.predict.costs import KERNEL_CLASSES
 from moestro.predict.curves import DeviceCurves, profile_curves
 from moestro.predict.pools import Line, Part
 from moestro.predict.processes import CALLS, in_steps, of_processes
+from moestro.predict.recovery import Storage
 from moestro.predict.step import Place
 
 # A profile holds kernels as they are launched, on an idle machine: nothing is multiplied on top of it.
@@ -54,6 +56,7 @@ class Target:
     optical: OpticalTier | None = None
     parts: tuple[Part, ...] = ()  # pools of unlike devices or several regions; place and curves are the first one's
     lines: tuple[Line, ...] = ()  # between regions
+    storage: Storage | None = None  # for checkpoints; of a cluster its storage network, however fast what is behind
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,6 +67,10 @@ class Target:
     @property
     def host_computes(self) -> bool:
         return self.cores is not None
+
+    def turns(self, ranks: int) -> float:
+        """Processes of a CPU that share a core; 1 on devices, which have no others to wait for."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def constants_for(self, workload: Workload, ranks: int) -> Constants:
         """Of a training step with `ranks` processes.
@@ -77,7 +84,7 @@ class Target:
             return self.constants
         lacks = max(1.0, ranks * (self.threads or 1) / self.cores)
         slower = {name: lacks * getattr(self.constants, name) for name in KERNEL_CLASSES}
-        launch_s = self.constants.launch_s * max(1.0, ranks / self.cores)
+        launch_s = self.constants.launch_s * self.turns(ranks)
         return self.constants.model_copy(update={**slower, "launch_s": launch_s})
 
 
@@ -122,6 +129,7 @@ def target_of_cluster(cluster: Cluster, devices: int | None = None) -> Target:
         optical=_optical(cluster),
         parts=parts if several else (),
         lines=tuple(_line(cluster, wan) for wan in cluster.wan) if several else (),
+        storage=_storage(cluster.pools[0], first.place.device),
         notes=tuple(notes),
     )
 
@@ -176,6 +184,13 @@ def _optical(cluster: Cluster) -> OpticalTier | None:
     return OpticalTier(tier.region_size, tier.ocs_ports, tier.eps_ports, gbit / 8 * 1e9, delay_ms * 1e-3)
 
 
+def _storage(pool: Pool, device: Device) -> Storage | None:
+    gbps = pool.node.storage_gbps.best
+    if gbps is None:
+        return None
+    return Storage(inf, gbps * 1e9 / pool.node.devices[device.id], "the cluster's storage network")
+
+
 def _with_nics(device: Device, node: Node, per_node: int) -> Device:
     """The device with the cluster's own NICs, where it names them, and the link that joins its nodes first."""
     changes: dict[str, object] = {}
@@ -215,6 +230,7 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
         )
         if cpu:
             constants = in_steps(profile, devices or 1, curves, constants)
+    disk = profile.constants.get("storage_write_mbps")
     notes = [note] if note else []
     if machine.load_average is not None and machine.load_average > 0.5:
         load = f"load {machine.load_average:.1f}"
@@ -229,6 +245,7 @@ def target_of_profile(profile: MachineProfile, devices: int | None = None) -> Ta
         memory_bytes=machine.memory_bytes,
         peak_flops=None if known and not cpu else _best_rate(profile),
         constants=constants,
+        storage=Storage(disk * 1e6, source="measured") if disk else None,
         notes=tuple(notes),
     )
 

@@ -58,8 +58,12 @@ class TimeBreakdown:
     bubble: float  # waiting for other pipeline stages
     optimizer: float
     by_part: dict[str, float] = field(default_factory=dict)  # of compute: attention, experts …
-    by_dimension: dict[str, float] = field(default_factory=dict)  # of communication, exposed: tp, ep, dp …
+    by_dimension: dict[str, float] = field(default_factory=dict)  # tp, ep, dp …: all communication, hidden or not
     hidden_communication: float = 0.0
+    # Of `communication`; what they leave of it is computation that slows down while something is sent beside it.
+    exposed_by_dimension: dict[str, float] = field(default_factory=dict)
+    exposed_once: float = 0.0  # of `communication`: once a step, of gradients and weights
+    rank: int = 0  # the critical one
 
     @property
     def total(self) -> float:

@@ -51,6 +51,11 @@ class TrainSeries:
     tokens_per_s: FloatArray
     mfu: FloatArray  # fraction of the measured peak
     step_s: FloatArray
+    passes_s: FloatArray  # of step_s, as the next two: forward and backward
+    reduce_s: FloatArray  # exchange of gradients, with the wait for other ranks
+    update_s: FloatArray
+    data_s: FloatArray  # before the step: making its batches
+    checkpoint_s: FloatArray  # after it
     phase: FloatArray  # NaN in a run without phases, as the two that follow
     seq_len: FloatArray
     batch_tokens: FloatArray  # positions in a global batch
@@ -64,6 +69,7 @@ class EvalSeries:
     bits_per_byte: FloatArray
     tokens: FloatArray
     bytes: FloatArray
+    eval_s: FloatArray
 
 
 @dataclass(frozen=True)
@@ -256,7 +262,8 @@ def _column(records: Sequence[Record], key: str) -> FloatArray:
 def _train_series(by_step: dict[int, Record]) -> TrainSeries:
     records = list(by_step.values())
     losses = ("loss", "aux_loss", "z_loss", "other_loss", "mtp_loss")
-    keys = (*losses, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_s", "phase", "seq_len", "batch_tokens")
+    times = ("step_s", "passes_s", "reduce_s", "update_s", "data_s", "checkpoint_s")
+    keys = (*losses, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", *times, "phase", "seq_len", "batch_tokens")
     columns = {key: _column(records, key) for key in keys}
     return TrainSeries(step=np.array(list(by_step), dtype=np.int64), layers=_layers(records), **columns)
 
@@ -291,7 +298,7 @@ def _floats(values: list[object]) -> FloatArray:
 
 def _eval_series(by_step: dict[int, Record]) -> EvalSeries:
     records = list(by_step.values())
-    columns = {key: _column(records, key) for key in ("loss", "bits_per_byte", "tokens", "bytes")}
+    columns = {key: _column(records, key) for key in ("loss", "bits_per_byte", "tokens", "bytes", "eval_s")}
     return EvalSeries(step=np.array(list(by_step), dtype=np.int64), **columns)
 
 

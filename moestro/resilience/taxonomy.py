@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 FAULTS: dict[Signal, Fault] = {
     "exit": Fault("unknown", ("restart", "stop"), 10, "a rank ended with an error"),
     "killed": Fault("platform", ("restart", "shrink", "stop"), 10, "a rank was killed by a signal"),
-    "out_of_memory": Fault("user", ("stop", "restart"), 10, "memory ran out, on the device or the host"),
+    "out_of_memory": Fault("user", ("stop",), 10, "memory ran out, on the device or the host"),
     "hang": Fault("unknown", ("restart", "shrink", "stop"), None, "no step was finished for many times its usual time"),
     "lost_peer": Fault("platform", ("restart", "stop"), 10, "a rank lost the connection to another"),
     "slow_rank": Fault("hardware", ("flag", "shrink"), None, "a rank computes slower than the others, or than before"),
@@ -41,7 +41,7 @@ FAULTS: dict[Signal, Fault] = {
     "corrupt_weights": Fault("hardware", ("roll_back", "flag", "stop"), None, "replicas hold different weights"),
     "corrupt_compute": Fault("hardware", ("flag", "shrink", "stop"), None, "the same layer, computed twice, differs"),
     "corrupt_checkpoint": Fault("platform", ("roll_back", "stop"), None, "a checkpoint is not what its manifest says"),
-    "disk_full": Fault("platform", ("flag", "stop"), None, "a checkpoint or a log cannot be written"),
+    "disk_full": Fault("platform", ("flag", "restart", "stop"), None, "a checkpoint or a log cannot be written"),
     "missing_data": Fault("platform", ("restart", "stop"), 10, "a file of the training text is gone"),
     "corrupt_data": Fault("platform", ("stop",), 10, "the training text is not what the run was begun with"),
     "clock_jump": Fault("platform", ("flag",), None, "the wall clock jumped against the monotonic one"),

@@ -10,6 +10,7 @@ from typing import Any
 from moestro.train.heartbeat import Beat
 
 KEPT = 50  # steps and own times that a median is of
+CLOCK_S = 2.0  # that a rank's wall clock may move against its monotonic one from one beat to another
 # Phases that may take as long as they need, as long as their rank tells that it lives: text is prepared, a model is
 # compiled, all held-out text is evaluated, a checkpoint goes to a slow disk.
 LONG = ("start", "evaluate", "checkpoint", "end")
@@ -18,13 +19,17 @@ LONG = ("start", "evaluate", "checkpoint", "end")
 @dataclass(frozen=True)
 class Patience:
     """Seconds after which to act. hang: of no progress within a step, that factor times the median step, but never
-    less than the floor. long: of no progress in a phase that is none of a step. silent: of no sign of life."""
+    less than the floor. long: of no progress in a phase that is none of a step. silent: of no sign of life.
+
+    slow: a rank's own time over that of the others, in the medians of as many beats; where ranks differ in their work,
+    as stages of a pipeline do, over what that ratio was in its first medians."""
 
     hang_factor: float = 5.0
     hang_floor_s: float = 120.0
     long_s: float = 1800.0
     silent_s: float = 30.0
     slow_factor: float = 1.2
+    alike: bool = True  # whether all ranks have the same work, so that they may be compared from the beginning
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,10 @@ class Watchdog:
         self.steps_s: deque[float] = deque(maxlen=KEPT)
         self.own_s: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(ranks)]
         self._own_step = [0] * ranks
+        self._usual: list[float] = []  # of each rank, its first ratio to the others, where those are not alike
         self.step = 0  # the last that all ranks have finished
+        self._clock: list[float | None] = [None] * ranks  # wall minus monotonic time, as each rank last told
+        self.jumps: dict[int, float] = {}  # by rank, how far its wall clock jumped at the last look, seconds
 
     def look(self, beats: Sequence[Beat | None], states: Mapping[int, str], now: float) -> Hang | None:
         """beats: the newest of each rank. states: of each process as /proc has it ("T": stopped), as far as known."""
@@ -64,6 +72,7 @@ class Watchdog:
                 self._own_step[rank] = beat.step
                 self.own_s[rank].append(beat.own_s)
         self._count(beats, now)
+        self._compare_clocks(beats)
         return self._silent(beats, states, now) or self._stuck(beats, now)
 
     def limit_s(self, beats: Sequence[Beat | None]) -> float:
@@ -74,17 +83,20 @@ class Watchdog:
         return max(self._patience.hang_factor * statistics.median(self.steps_s), self._patience.hang_floor_s)
 
     def slow_ranks(self) -> dict[int, float]:
-        """Ranks whose own time of a step is above the others' by the factor, in the medians of as many steps, with that
-        ratio; none until all have KEPT steps."""
+        """Ranks whose own time of a step is above the others' by the factor, with that ratio; none until each has told
+        of KEPT steps. A rank whose work differs from the others' is held against its own past instead."""
         if self._ranks < 2 or any(len(times) < KEPT for times in self.own_s):
             return {}
         medians = [statistics.median(times) for times in self.own_s]
-        found = {}
+        ratios = []
         for rank, own in enumerate(medians):
             others = statistics.median(medians[:rank] + medians[rank + 1 :])
-            if others > 0 and own > self._patience.slow_factor * others:
-                found[rank] = own / others
-        return found
+            ratios.append(own / others if others > 0 else 1.0)
+        if not self._usual:
+            self._usual = [1.0] * self._ranks if self._patience.alike else [max(ratio, 1e-9) for ratio in ratios]
+        past = zip(ratios, self._usual, strict=True)
+        found = {rank: ratio / usual for rank, (ratio, usual) in enumerate(past)}
+        return {rank: ratio for rank, ratio in found.items() if ratio > self._patience.slow_factor}
 
     def _count(self, beats: Sequence[Beat | None], now: float) -> None:
         if any(beat is None for beat in beats):
@@ -96,8 +108,17 @@ class Watchdog:
             self._stepped = step, now
         self.step = max(self.step, step)
 
+    def _compare_clocks(self, beats: Sequence[Beat | None]) -> None:
+        self.jumps = {}
+        for beat in beats:
+            if beat is not None:
+                offset, before = beat.wall - beat.monotonic, self._clock[beat.rank]
+                if before is not None and abs(offset - before) > CLOCK_S:
+                    self.jumps[beat.rank] = offset - before
+                self._clock[beat.rank] = offset
+
     def _silent(self, beats: Sequence[Beat | None], states: Mapping[int, str], now: float) -> Hang | None:
-        """A rank that lives and tells nothing. One that has not begun to is still starting, one at its end is leaving."""
+        """A rank that lives and tells nothing. One that has not begun to is still starting; one at its end leaves."""
         quiet = [
             (now - self._heard[rank], rank)
             for rank, beat in enumerate(beats)

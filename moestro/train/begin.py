@@ -9,7 +9,7 @@ from moestro.config import Config
 from moestro.data.prepare import PreparedData
 from moestro.data.tokenizer import Tokenizer
 from moestro.data.trim import trim_sources
-from moestro.errors import MoestroError
+from moestro.errors import DamagedDataError, MoestroError
 from moestro.parallel.comm import Group
 from moestro.train.folder import RunFolder
 from moestro.train.together import on_main
@@ -94,7 +94,7 @@ def _refuse_changed_text(folder: RunFolder, prepared: PreparedData) -> None:
     checksums = json.dumps([shard.checksum for shard in (*prepared.train, *prepared.validation)])
     note = folder.path / "data.json"
     if note.exists() and note.read_text() != checksums:
-        raise MoestroError(
+        raise DamagedDataError(
             f"the text behind data.sources has changed since {folder.path} was begun; restore it or choose another "
             "run.name"
         )

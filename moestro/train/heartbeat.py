@@ -3,12 +3,16 @@
 Only under a supervisor, which says so in the environment. The step itself only sets a few attributes, so that a rank
 which hangs inside a collective still tells which one, and one that tells nothing at all has been stopped, or is held
 by code that does not let go of the interpreter.
+
+The same thread looks twenty times a second where the main one is. Time in which it waits inside a collective belongs to
+other ranks; what is left of a step is the rank's own, and that grows on a rank which is slow or is stopped for a while.
 """
 
 import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,16 +25,21 @@ import torch.distributed as dist
 WATCHED = "MOESTRO_WATCHED"  # in the environment: the folder in which ranks tell where they are
 BEAT_S = 0.5
 SIZE = 4096  # of the file: one page, so that it is written whole
+LOOK_S = 0.05  # between two looks at the main thread
+# Whose innermost frame lies here waits for other ranks: PyTorch's collectives, and what does nothing but call them.
+WAITS = ("/torch/distributed/", "/moestro/parallel/comm.py", "/moestro/parallel/transport.py")
+WAITING = ("_around", "_wait")  # functions elsewhere that only wait: parallel/ring.py, optim/matrix_exchange.py
 
 Phase = Literal["start", "data", "passes", "reduce", "update", "log", "evaluate", "checkpoint", "end"]
+STEP: tuple[Phase, ...] = ("data", "passes", "reduce", "update")
 
 
 @dataclass(frozen=True)
 class Beat:
     """step: finished ones. phase_s: time in this phase so far. collectives: of each process group, those entered.
 
-    own_s: seconds of the last step in which this rank computed, and did not wait for others; None: not known yet.
-    wall, monotonic: the clocks of the node when this was written.
+    own_s: seconds of a step in which this rank did not wait for others, the mean of those since the last beat that had
+    new ones; None: not known yet, or not to be known. wall, monotonic: the clocks of the node when this was written.
     """
 
     rank: int
@@ -46,11 +55,17 @@ class Beat:
 
 
 class Heartbeat:
-    """As a context; `at` may be called in any case, and costs next to nothing."""
+    """As a context; `at` may be called in any case, and costs next to nothing.
 
-    def __init__(self, rank: int) -> None:
-        folder = os.environ.get(WATCHED)
-        self._folder = None if folder is None else Path(folder)
+    waits_show: whether the main thread itself waits in collectives, as on a CPU. On an accelerator they wait in its
+    queue, where own and others' time cannot be told apart from here.
+    """
+
+    def __init__(self, rank: int, waits_show: bool = True) -> None:
+        self._folder = watched_folder()
+        self._waits_show = waits_show
+        self._main = threading.get_ident()
+        self._own_total_s, self._own_told = 0.0, (0, 0.0)  # since the start; step and total at the last new own_s
         self._rank, self._step, self._since = rank, 0, time.monotonic()
         self._phase: Phase = "start"
         self._step_s: float | None = None
@@ -83,15 +98,20 @@ class Heartbeat:
         if step is not None:
             self._step = step
 
-    def took(self, step_s: float, own_s: float | None = None) -> None:
-        """How long the last step was, and how much of it this rank computed."""
-        self._step_s, self._own_s = step_s, own_s
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def took(self, step_s: float) -> None:
+        """How long the last step was."""
+        self._step_s = step_s
 
     def _beat(self, path: Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             while True:
                 last = self._stop.is_set()
+                self._take_own()
                 now = time.monotonic()
                 beat = Beat(
                     self._rank, os.getpid(), self._step, self._phase, now - self._since,
@@ -101,14 +121,44 @@ class Heartbeat:
                     os.pwrite(file, json.dumps(asdict(beat)).encode().ljust(SIZE), 0)
                 if last:
                     return
-                self._stop.wait(BEAT_S)
+                self._look_until(now + BEAT_S)
         finally:
             os.close(file)
+
+    def _look_until(self, end: float) -> None:
+        """Add up the time that is this rank's own. A look that comes late, because this process was stopped or got no
+        core, counts as own whatever is seen."""
+        before = time.monotonic()
+        while before < end and not self._stop.wait(LOOK_S):
+            now = time.monotonic()
+            if self._waits_show and self._phase in STEP:
+                waited = min(now - before, LOOK_S) if self._is_waiting() else 0.0
+                self._own_total_s += now - before - waited
+            before = now
+
+    def _is_waiting(self) -> bool:
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return False
+        code = frame.f_code
+        return code.co_name in WAITING or any(part in code.co_filename for part in WAITS)
+
+    def _take_own(self) -> None:
+        step, total = self._own_told
+        if self._waits_show and self._step > step:
+            self._own_s = (self._own_total_s - total) / (self._step - step)
+            self._own_told = self._step, self._own_total_s
 
 
 def is_watched() -> bool:
     """Whether this process is one that a supervisor started."""
     return WATCHED in os.environ
+
+
+def watched_folder() -> Path | None:
+    """Where this process should tell how it is; None: nobody asks."""
+    folder = os.environ.get(WATCHED)
+    return None if folder is None else Path(folder)
 
 
 def beat_of(folder: Path, rank: int) -> Path:
@@ -117,6 +167,11 @@ def beat_of(folder: Path, rank: int) -> Path:
 
 def stacks_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stacks.txt"
+
+
+def status_of(folder: Path) -> Path:
+    """Where the supervisor writes one line about itself, for the terminal, which rank 0 has."""
+    return folder / "status.txt"
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ Signal = Literal[
 # What was done. The first two leave the run as it was.
 Action = Literal["none", "flag", "skip_step", "roll_back", "restart", "shrink", "grow", "cordon", "stop"]
 AUDIT = "audit.jsonl"
+ROOM = 12  # characters of a downtime
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def record(folder: Path, incident: Incident) -> None:
     Raises:
         MoestroError: the file cannot be written.
     """
-    line = (json.dumps(asdict(incident)) + "\n").encode()
+    line = _line(incident)
     try:
         file = os.open(folder / AUDIT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -52,6 +53,26 @@ def record(folder: Path, incident: Incident) -> None:
             os.close(file)
     except OSError as error:
         raise MoestroError(f"cannot write {folder / AUDIT}: {error.strerror}") from error
+
+
+def complete(folder: Path, incident: Incident, downtime_s: float) -> None:
+    """Write into the line of an incident that was recorded how long it cost; the log keeps its length.
+
+    Raises:
+        MoestroError: the file cannot be written.
+    """
+    before, after = _line(incident), _line(replace(incident, downtime_s=round(downtime_s, 2)))
+    path = folder / AUDIT
+    try:
+        at = path.read_bytes().rfind(before)
+        if at >= 0 and len(before) == len(after):
+            file = os.open(path, os.O_WRONLY)
+            try:
+                os.pwrite(file, after, at)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise MoestroError(f"cannot write {path}: {error.strerror}") from error
 
 
 def incidents(folder: Path) -> list[Incident]:
@@ -66,3 +87,10 @@ def incidents(folder: Path) -> list[Incident]:
         except (ValueError, TypeError, KeyError):
             continue
     return found
+
+
+def _line(incident: Incident) -> bytes:
+    """With room for a downtime that is known later."""
+    tree = asdict(incident)
+    downtime = json.dumps(tree.pop("downtime_s"))
+    return f'{json.dumps(tree)[:-1]}, "downtime_s": {downtime:<{ROOM}}}}\n'.encode()

@@ -26,11 +26,13 @@ from moestro.parallel.experts import ExpertMix
 from moestro.parallel.logical import LogicalTensor
 from moestro.parallel.process import connected, this_rank, world_size
 from moestro.train.begin import begin, open_folder, trimmed_data, with_vocabulary
+from moestro.train.cause import tell_cause
 from moestro.train.clock import StepClock
 from moestro.train.engine import build_engine, build_update, change_engine
 from moestro.train.evaluate import EvalResult, evaluate
 from moestro.train.folder import RunFolder, environment
 from moestro.train.heartbeat import Heartbeat
+from moestro.train.incidents import Incident, record
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
 from moestro.train.phases import Stretch, resolve_stretches
@@ -55,18 +57,27 @@ def train(config: Config) -> TrainResult:
     Raises:
         MoestroError: for everything the user can mend, from a missing corpus to a loss that is not finite.
     """
-    ranks = world_size()
+    ranks, me, path = world_size(), this_rank().rank, Path(config.run.dir) / config.run.name
     resolve_stretches(config, ranks)
-    with Heartbeat(this_rank().rank) as pulse, connected(resolve_device(config.run.device), ranks) as device:
-        world = dist.group.WORLD if ranks > 1 else None
-        main = rank_in(world) == 0
-        path = Path(config.run.dir) / config.run.name
-        with open_folder(path, config.run.resume, world) as folder:
-            prepared = main_first(world, lambda: prepare(config.data, encoders=config.model.encoders))
-            config = with_vocabulary(config, prepared)
-            on_main(world, lambda: begin(config, folder, prepared))
-            trimmed = main_first(world, lambda: trimmed_data(config, prepared))
-            return _Trainer(config, ranks, folder, prepared, trimmed, device, main, pulse).run()
+    wanted = resolve_device(config.run.device)
+    with Heartbeat(me, waits_show=wanted.type == "cpu") as pulse:
+        try:
+            with connected(wanted, ranks) as device:
+                return _train(config, ranks, path, device, pulse)
+        except BaseException as error:
+            tell_cause(path, me, pulse.step, error)
+            raise
+
+
+def _train(config: Config, ranks: int, path: Path, device: torch.device, pulse: Heartbeat) -> TrainResult:
+    world = dist.group.WORLD if ranks > 1 else None
+    main = rank_in(world) == 0
+    with open_folder(path, config.run.resume, world) as folder:
+        prepared = main_first(world, lambda: prepare(config.data, encoders=config.model.encoders))
+        config = with_vocabulary(config, prepared)
+        on_main(world, lambda: begin(config, folder, prepared))
+        trimmed = main_first(world, lambda: trimmed_data(config, prepared))
+        return _Trainer(config, ranks, folder, prepared, trimmed, device, main, pulse).run()
 
 
 class _Trainer:
@@ -143,6 +154,8 @@ class _Trainer:
 
     def _resume(self) -> list[str]:
         path, notes = newest_good(self.folder.checkpoints, self.world)
+        for note in notes if self.main else ():
+            record(self.folder.path, Incident("corrupt_checkpoint", "roll_back", 0, {"detail": note}, 0))
         for file in ("metrics.jsonl", "events.jsonl"):
             self.folder.mend(file)
         if path is None:
@@ -263,8 +276,10 @@ class _Trainer:
     def _save_now(self) -> None:
         keep = self.config.train.keep_checkpoints
         self.pulse.at("checkpoint")
+        start = time.perf_counter()
         path = save_checkpoint(self.folder.checkpoints, self._state(), self.progress, keep, self.world)
-        self.folder.event("checkpoint", self.progress.step, path=path.name)
+        stall_s = round(time.perf_counter() - start, 3)
+        self.folder.event("checkpoint", self.progress.step, path=path.name, stall_s=stall_s)
 
     def _tell(self, bar: TrainProgress, saved: Saved | None) -> None:
         """Note how a save in the background went. A failed one is no reason to stop: the one before is still there."""

@@ -1,9 +1,12 @@
 """The progress bar of a training run: on a terminal a live bar, elsewhere a line now and then."""
 
+from contextlib import suppress
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moestro.train.heartbeat import status_of, watched_folder
 
 
 class TrainProgress:
@@ -16,6 +19,8 @@ class TrainProgress:
         self.console = Console(stderr=True, quiet=not main)
         self._steps, self._latest_eval = steps, ""
         self._every = max(steps // 20, 1)
+        watched = watched_folder()
+        self._status = None if watched is None or not main else status_of(watched)
         self._bar = Progress(
             TextColumn("[bold]training"),
             BarColumn(bar_width=24),
@@ -39,6 +44,9 @@ class TrainProgress:
     def step(self, step: int, loss: float, tokens_per_s: float, mfu: float, imbalance: float | None) -> None:
         balance = "" if imbalance is None else f"  max/mean load {imbalance:.2f}"
         figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  mfu {mfu:.0%}{balance}{self._latest_eval}"
+        if self._status is not None and self.console.is_terminal:
+            with suppress(OSError):
+                figures += f"  ({self._status.read_text()})"
         self._bar.update(self._task, completed=step, figures=figures)
         if not self.console.is_terminal and (step % self._every == 0 or step == self._steps):
             self.say(f"step {step}/{self._steps}  {figures}")

@@ -104,6 +104,29 @@ class TestWidth:
         assert done.code == 2
 
 
+class TestGrowth:
+    STAGES = ("--stage", "4:0.5", "--stage", "8:0.5")
+    ONE_PLAN = ("model.num_layers=2", "train.global_batch_size=8", "plan.tp=1", "plan.pp=1", "plan.zero=1",
+                "plan.ep=1", "plan.micro_batch_size=1", "plan.expert_chunks=1", "plan.recompute=none")  # fmt: skip
+
+    def test_table_and_tree(self) -> None:
+        asked = ("grow", "mixtral-8x7b", *ON, "--devices", "2", *self.ONE_PLAN, *self.STAGES)
+        done = size(*asked)
+        assert done.code == 0, done.err
+        assert "growing saves" in done.out
+        tree = json.loads(size(*asked, "--json").out)
+        assert [stage["experts"] for stage in tree["stages"]] == [4, 8]
+        assert tree["saving"] == pytest.approx(1 - tree["device_hours"] / tree["whole_device_hours"])
+
+    @pytest.mark.parametrize(
+        ("stages", "text"), [((), "two stages or more"), (("--stage", "eight:0.5"), "'eight:0.5' is no stage")]
+    )
+    def test_mistakes(self, stages: tuple[str, ...], text: str) -> None:
+        done = size("grow", "mixtral-8x7b", *ON, *stages)
+        assert (done.code, done.out) == (2, "")
+        assert text in done.err
+
+
 class TestRates:
     def test_points(self) -> None:
         done = size("lr", "9e6:6.7e-4", "84e6:2.6e-4", "1.2e9:8.6e-5", "--params", "3e9", "--params", "30e9")
@@ -131,13 +154,16 @@ class TestBudget:
     def test_what_fits(self) -> None:
         done = size("budget", "mixtral-8x7b", *ON, "model.num_layers=2")
         assert done.code == 0, done.err
-        for text in ("largest micro-batch", "longest context", "largest model", "cheapest that hold"):
+        for text in ("largest micro-batch", "longest context", "largest model", "smallest that holds", "cheapest"):
             assert text in done.out
 
     def test_for_machines(self) -> None:
         tree = json.loads(size("budget", "olmoe-tiny", *ON, "--memory-gb", "8", "--json").out)
         assert tree["limit_bytes"] == pytest.approx(0.98 * 8e9)
         assert len(tree["rows"]) == 9
+        prices = [one["usd_per_hour"] for one in tree["devices_that_hold_it"] if one["usd_per_hour"] is not None]
+        assert prices == sorted(prices)
+        assert min(one["usable_bytes"] for one in tree["devices_that_hold_it"]) >= tree["needed_bytes"]
 
     def test_no_memory(self) -> None:
         assert size("budget", "olmoe-tiny", *ON, "--memory-gb", "0").code == 2

@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from moestro.optim import matrix_exchange as exchange_module
 from moestro.optim import muon as muon_module
-from moestro.optim.matrix_exchange import Matrix, MatrixExchange, Mode, choose_owners, largest_two_rank_dp, muon_spans
+from moestro.optim.matrix_exchange import Matrix, MatrixExchange, Mode, choose_owners
 from moestro.optim.muon import orthogonalize
 from moestro.optim.pieces import PieceMuon, matrices_of_flat, matrices_of_shard
+from moestro.optim.slices import largest_two_rank_dp, muon_spans, sharing_of
 from moestro.optim.update import Update
 from moestro.parallel.flat import FlatShard, Span
 from moestro.parallel.mesh import Mesh, build_mesh
@@ -194,6 +195,17 @@ def test_how_many_ranks_let_every_matrix_lie_on_two() -> None:
     experts = [largest] * 640
     assert max(muon_spans(experts, total // 1024)) == 2
     assert sum(spans > 2 for spans in muon_spans(experts, total // 2048)) == pytest.approx(603, abs=3)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 9))
+def test_sharing_counts_every_matrix_once(elements: list[int], ranks: int) -> None:
+    shared = sharing_of(elements, ranks)
+    assert shared.alone + shared.on_two + shared.on_more == len(elements)
+    assert shared.most_ranks == sum(elements) // max(elements)
+    if ranks == 1:
+        assert shared.alone == len(elements)
+    if ranks <= shared.most_ranks:
+        assert shared.on_more == 0
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 25))

@@ -40,6 +40,17 @@ class TestChecks:
         for check in (deepcee.check_speed, deepcee.check_rule, deepcee.check_order, deepcee.check_memory):
             assert check(cases).verdict == "holds"
 
+    def test_a_change_of_the_links(self, cases: list[Case]) -> None:
+        assert deepcee.check_change(cases).verdict == "holds"
+        stuck = [replace(c, results={**c.results, "ours": c.results["1F1B"]}) for c in cases]
+        assert deepcee.check_change(stuck).verdict == "holds in part"
+
+    def test_planted_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(deepcee, "DRAWS", 10)
+        assert deepcee.check_groups().verdict == "holds"
+        monkeypatch.setattr(deepcee, "GAP", 1.5)  # too little to tell from noise
+        assert deepcee.check_groups().verdict == "does not hold"
+
     def test_fail(self, cases: list[Case]) -> None:
         def swapped(one: str, other: str) -> list[Case]:
             return [

@@ -75,5 +75,5 @@ class TestChecks:
 def test_whole_row() -> None:
     result = emo.run(lambda done, total, what: None)
     assert result.checks[0].verdict == "arithmetic does not close"
-    assert result.checks[4].verdict == "holds"
+    assert result.checks[5].verdict == "holds"
     assert len(result.figures) == len(EXPERTS)

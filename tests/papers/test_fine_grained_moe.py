@@ -156,6 +156,18 @@ def test_record_agrees_with_its_figures() -> None:
 
 
 @pytest.mark.slow
+def test_price() -> None:
+    assert predicted.check_price().verdict == "holds"
+
+
+def test_the_cheapest_layout_fits_and_is_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted, "layouts", lambda: [predicted.layout(name) for name in predicted.DISPATCHES])
+    plan, best = predicted.cheapest(1, 8)
+    steps = [predicted.predicted(1, 8, name).step_s.value for name in predicted.DISPATCHES]
+    assert (best.step_s.value, plan.dispatch) == (min(steps), predicted.DISPATCHES[steps.index(min(steps))])
+
+
+@pytest.mark.slow
 def test_reproduction() -> None:
     result: PaperResult = fine.run(lambda done, total, what: None)
     assert all(math.isfinite(value) for value in result.figures.values())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from papers import memfine
+from papers import memfine, memfine_planner
 from papers.memfine import Step, Storm, StormStep, fit_affine
 
 PEAKS = {1: 110, 2: 60, 4: 35, 8: 22, 16: 16}
@@ -95,3 +95,22 @@ def test_whole_row() -> None:
     closing = ["holds", *["arithmetic does not close"] * 2, "not reproducible here"]
     assert [check.verdict for check in result.checks] == ["holds"] * 5 + closing
     assert len(result.figures) == 2 * len(memfine.CHUNKS) + 1 + len(memfine.BINS)
+
+
+class TestPlanner:
+    def test_rule_by_hand(self) -> None:
+        """64 - 43 - 1 = 20 GB of room: 21.95 need two chunks, 19 one, 70 four; no room, none."""
+        assert [memfine_planner.rule(43.0, 1.0, 1.0, rows) for rows in (19.0, 21.95, 70.0, 161.0)] == [1, 2, 4, None]
+        assert memfine_planner.rule(64.0, 1.0, 1.0, 1.0) is None
+
+    def test_verdicts(self) -> None:
+        a, b = memfine.published_fit()
+        assert memfine_planner.check_trains(a, b).verdict == "holds"
+        assert memfine_planner.check_trains(a, b + 2).verdict == "holds in part"
+        rule = memfine_planner.check_rule(a, b)
+        assert (rule.verdict, "c = 2 and 1 with all 64 GB" in rule.ours) == ("holds in part", True)
+        assert memfine_planner.check_equation(a).verdict == "holds in part"
+
+    def test_our_planner(self) -> None:
+        found = memfine_planner.check_planner(*memfine.published_fit())
+        assert "the same in 72 of 82 cases" in found.ours

@@ -12,16 +12,26 @@ from papers.telechat3_pipeline import CASES
 
 class TestMemory:
     def test_the_worked_example(self) -> None:
-        found = fit_dry_run(telechat3.dry_run(STAGES), [peak * MB for peak in PEAKS_MB])
+        found = fit_dry_run(telechat3.dry_run(STAGES), [peak * MB for peak in PEAKS_MB], comes_back=False)
         kinds = [found.activation_bytes[kind] for kind in ("none", "selective", "comm", "both")]
         numbers = (found.constant_bytes, found.layer_bytes, *kinds)
         assert [round(value / MB) for value in numbers] == pytest.approx([1207, 2218, 1003, 783, 696, 423], abs=1)
-        assert found.first_bytes == pytest.approx(3408 * MB, rel=0.001)
-        assert found.last_bytes == pytest.approx(4679 * MB, rel=0.001)
+        assert found.end_bytes["first"] == pytest.approx(3408 * MB, rel=0.001)
+        assert found.end_bytes["last"] == pytest.approx(4679 * MB, rel=0.001)
         assert max(map(abs, found.residuals)) == pytest.approx(0.045, abs=0.001)
         assert telechat3.check_fit(found).verdict == "holds"
         assert telechat3.check_fit(replace(found, residuals=(0.03,) * 16)).verdict == "holds in part"
         assert telechat3.check_in_flight(found).verdict == "arithmetic does not close"
+
+    def test_what_comes_back(self) -> None:
+        found = fit_dry_run(telechat3.dry_run(STAGES), [peak * MB for peak in PEAKS_MB], comes_back=False)
+        check = telechat3.check_comes_back(found)
+        assert (check.verdict, "3.2% at worst" in check.ours) == ("holds in part", True)
+        assert telechat3.check_comes_back(replace(found, residuals=(0.03,) * 16)).verdict == "holds in part"
+        assert telechat3.check_comes_back(replace(found, residuals=(0.001,) * 16)).verdict == "does not hold"
+
+    def test_the_loop(self) -> None:
+        assert telechat3.check_loop().verdict == "holds"
 
     def test_layers_of_the_example(self) -> None:
         probes = telechat3.dry_run(STAGES)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,14 +108,15 @@ def global_batch(step: int) -> Batch:
     return Batch(inputs, labels, documents, positions, torch.arange(BATCH) + step * BATCH)
 
 
+@cache
 def generate(world_size: int) -> list[Case]:
     """Few layouts of `world_size` ranks in which every possible pair of choices occurs (greedily, in a fixed order)."""
-    possible = [case for case in _all(world_size) if _fits(case)]
-    wanted = set().union(*(_pairs(case) for case in possible))
+    possible = {case: _pairs(case) for case in _all(world_size) if _fits(case)}
+    wanted = set().union(*possible.values())
     chosen: list[Case] = []
     while wanted:
-        best = max(possible, key=lambda case: len(_pairs(case) & wanted))
-        wanted -= _pairs(best)
+        best = max(possible, key=lambda case: len(possible[case] & wanted))
+        wanted -= possible[best]
         chosen.append(best)
     return chosen
 

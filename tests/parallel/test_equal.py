@@ -1,4 +1,4 @@
-"""Every layout equals one process: losses, gradients, routing, clip norm and balance losses, over ten steps."""
+"""Every layout equals one process: losses, gradients, routing, clip norm and balance losses, over up to ten steps."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from moestro.train.step import StepResult, train_step
 from parallel.cases import STEPS, Case, generate, global_batch, make_config
 
 CPU = torch.device("cpu")
-# Of each world size, the layouts that cover most pairs of choices; the rest of them is marked slow.
+# Of each world size, the layouts that cover most pairs of choices. The first two of them make all steps, the others as
+# many as show that an update is wrong, or a second one. All layouts in all steps are marked slow.
 QUICK = {2: 22, 4: 14, 8: 6}
+WHOLE, FEW_STEPS = 2, 3
 
 
 def trainer(config: Config, world_size: int) -> tuple[Engine, Update]:
@@ -107,9 +109,10 @@ def unlike(update: Update, moments: dict[str, torch.Tensor], where: str, limit: 
     return found
 
 
-def check_all(rank: int, cases: list[Case], file: str) -> None:
+def check_all(rank: int, cases: list[tuple[Case, int]], file: str) -> None:
+    """cases: with the number of steps of each."""
     references = torch.load(file)
-    failures = [line for case in cases for line in differences(case, references[case.reference])]
+    failures = [line for case, steps in cases for line in differences(case, references[case.reference], steps)]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, failures)
     failures = sorted({line for lines in everywhere for line in lines})
@@ -118,14 +121,17 @@ def check_all(rank: int, cases: list[Case], file: str) -> None:
 
 @pytest.mark.parametrize("world_size", QUICK)
 def test_layouts(world_size: int, references: Path) -> None:
-    cases = generate(world_size)[: QUICK[world_size]]
+    cases = [
+        (case, STEPS if i < WHOLE else FEW_STEPS) for i, case in enumerate(generate(world_size)[: QUICK[world_size]])
+    ]
     run_ranks(check_all, world_size, cases, str(references), timeout_s=900)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", QUICK)
 def test_all_layouts(world_size: int, references: Path) -> None:
-    run_ranks(check_all, world_size, generate(world_size)[QUICK[world_size] :], str(references), timeout_s=3600)
+    cases = [(case, STEPS) for case in generate(world_size)]
+    run_ranks(check_all, world_size, cases, str(references), timeout_s=3600)
 
 
 def test_every_pair_of_dimensions_occurs() -> None:

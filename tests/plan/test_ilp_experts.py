@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moestro.errors import MoestroError
-from moestro.hardware.curves.optical import OpticalTier, circuit_s, circuits, even_circuits
-from moestro.plan.ilp.circuits import best_circuits
+from moestro.hardware.curves.optical import OpticalTier, circuit_s, circuits, even_circuits, packet_s
+from moestro.plan.ilp.circuits import best_circuits, lay_circuits
 from moestro.plan.ilp.experts import Experts, balanced_experts, best_experts, pack, replicate
 from moestro.plan.ilp.regions import Group, layers_over
 from papers.deepseek_v3_eplb import LOADS, PLACED
@@ -101,6 +101,31 @@ class TestCircuits:
         with pytest.raises(MoestroError, match="square"):
             best_circuits(np.ones((2, 3)), TIER)
         assert best_circuits(np.zeros((3, 3)), TIER).shape == (3, 3)
+        for bad in (np.ones((2, 3)), np.array([[0, np.nan], [1, 0]]), np.array([[0, -1.0], [1, 0]])):
+            with pytest.raises(MoestroError, match="square"):
+                lay_circuits(bad, TIER)
+        with pytest.raises(MoestroError, match="nothing to lay circuits for"):
+            lay_circuits(np.eye(4), TIER)
+
+    @given(st.integers(0, 2**16), st.integers(4, 9))
+    @settings(max_examples=4, deadline=None)
+    def test_regions_of_an_exchange(self, seed: int, servers: int) -> None:
+        """Each `region_size` servers, the last fewer; never slower than even or greedy ones."""
+        demand = np.random.default_rng(seed).lognormal(sigma=1.5, size=(servers, servers))
+        found = lay_circuits(demand, TIER)
+        region = np.arange(servers) // TIER.region_size
+        assert not found.counts[region[:, None] != region].any()
+        assert (found.counts == found.counts.T).all()
+        assert (found.counts.sum(axis=1) <= TIER.ocs_ports).all()
+        assert found.seconds == circuit_s(demand * (1 - np.eye(servers)), found.counts, TIER)
+        assert found.bound_s * (1 - 1e-6) <= found.seconds <= min(found.even_s, found.greedy_s)
+        assert found.unblocked_s == packet_s(demand, 3e9)
+        if servers == TIER.region_size:
+            assert found.gap < 1e-4
+
+    def test_a_server_alone_in_its_region(self) -> None:
+        found = lay_circuits(np.ones((5, 5)), TIER)
+        assert not found.counts[4].any()
 
 
 class TestRegions:

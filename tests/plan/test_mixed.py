@@ -1,5 +1,8 @@
 """Attention on one kind of device and experts on another: the worked example, bounds, every order of small cases."""
 
+from itertools import product
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from moestro.config import ModelConfig, MoEConfig
 from moestro.config.plan import Workload
 from moestro.errors import MoestroError
 from moestro.plan.mixed import Mixed, mixed_of, no_overlap_s, offloads, simulate
+from moestro.plan.mixed_choice import best_offloads
 from moestro.predict.target import target_of
 from papers.hetermoe import shortest
 
@@ -60,6 +64,43 @@ def test_between_bounds(ratio: float, send: float, layers: int, micro_batches: i
 def test_no_order_is_better(ratio: float, case: tuple[int, int, bool]) -> None:
     mixed = Mixed(ratio, 1.0, 1.0, 1, 1, 6)
     assert simulate(mixed, case[0], case[1], backward=case[2]).total_s == pytest.approx(shortest(mixed, *case))
+
+
+@given(st.floats(0.3, 3), st.floats(0.3, 3), st.floats(0, 2))
+@settings(max_examples=20, deadline=None)
+def test_the_way_between_carries_one_at_a_time(attention: float, experts: float, send: float) -> None:
+    layers, micro_batches = 3, 6
+    total = simulate(Mixed(attention, experts, experts, 1, 1, 6, send), layers, micro_batches, backward=True).total_s
+    assert total >= 2 * send * layers * micro_batches * (1 - 1e-9)
+    assert total >= simulate(Mixed(attention, experts, experts, 1, 1, 6), layers, micro_batches, backward=True).total_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_experts_given_over_are_better(seed: int) -> None:
+    """Against all choices of five layers, which are too many for best_offloads to try them all."""
+    draw = np.random.default_rng(seed)
+    attention, experts, own, send = draw.uniform((0.3, 0.8, 0.5, 0.0), (1.0, 2.0, 2.0, 0.3))
+    mixed = Mixed(attention, experts, own, 1, 1, 3, send)
+    most = int(draw.integers(3, 15))
+    found = best_offloads(mixed, 5, 3, most)
+    every = (given for given in product(range(4), repeat=5) if sum(given) <= most)
+    best = min(simulate(mixed, 5, 3, given, backward=True).total_s for given in every)
+    ours = simulate(mixed, 5, 3, found, backward=True).total_s
+    assert sum(found) <= most
+    assert ours <= best * 1.02
+    rule = simulate(mixed, 5, 3, offloads(mixed, 5, most), backward=True).total_s
+    assert ours <= rule * (1 + 1e-9)
+
+
+def test_few_choices_are_all_tried() -> None:
+    found = best_offloads(EXAMPLE, 2, 3)
+    every = product(range(7), repeat=2)
+    assert simulate(EXAMPLE, 2, 3, found, backward=True).total_s == min(
+        simulate(EXAMPLE, 2, 3, given, backward=True).total_s for given in every
+    )
+    assert sum(best_offloads(EXAMPLE, 2, 3, least=9)) >= 9
+    with pytest.raises(MoestroError, match="must give up 9"):
+        best_offloads(EXAMPLE, 2, 3, most=8, least=9)
 
 
 def test_bad_input() -> None:

@@ -1,5 +1,6 @@
 """The search against going through everything."""
 
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from moestro.config import load_config
 from moestro.config.plan import Workload
 from moestro.errors import MoestroError
 from moestro.graph.convert import workload_of
-from moestro.plan.search import PARALLEL_FROM, Candidate, front_of, search
+from moestro.plan.candidates import Candidate, front_of
+from moestro.plan.search import PARALLEL_FROM, search, sweep
 from moestro.plan.space import Space, plan_of, space_of
+from moestro.plan.workers import Told, in_processes
 from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target, target_of
 
@@ -31,7 +34,7 @@ def everything(work: Workload, target: Target, space: Space) -> list[Candidate]:
     found = []
     for family in space.families(work):
         for pipeline in space.pipelines(family, work, 8):
-            for variant in space.variants(family, pipeline.dp):
+            for variant in space.variants(family, work, pipeline.dp, pipeline.pp):
                 plan = plan_of(family, pipeline, variant, 8)
                 one = predict_step(work, plan, target)
                 found.append(Candidate(one.step_s.value, one.memory.needed, one.memory.total, plan))
@@ -40,7 +43,7 @@ def everything(work: Workload, target: Target, space: Space) -> list[Candidate]:
 
 @pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-40gb"])
 def test_the_best_and_the_front_are_those_of_all_plans(device: str) -> None:
-    """Also the rule that leaves recomputing families out: it never drops the best."""
+    """Whatever the rules leave out."""
     work, target = workload(), target_of(device, 8)
     space = space_of(work, 8, 8, SMALL)
     found = search(work, target, 8, space, keep=5, exact=3)
@@ -49,13 +52,15 @@ def test_the_best_and_the_front_are_those_of_all_plans(device: str) -> None:
     every = everything(work, target, space)
     fit = [one for one in every if one.total_bytes <= there]
     assert [one.step_s for one in found.best] == pytest.approx(sorted(one.step_s for one in fit)[:5])
-    assert found.tally.too_big == len(every) - len(fit), "those that were skipped all fit"
+    assert found.tally.plans == len(every)
+    assert found.tally.too_big <= len(every) - len(fit)
+    whole = sweep(work, target, 8, space, 5, list(space.families(work)), rules=False)
+    assert (whole.tally.evaluated, whole.tally.too_big) == (len(every), len(every) - len(fit))
     expected = front_of(fit)
     assert found.front[0].step_s == pytest.approx(expected[0].step_s)
-    for one in expected:  # in steps of a MiB, and among plans that were not skipped
+    for one in expected:  # in steps of a MiB
         near = [f for f in found.front if f.step_s <= one.step_s * (1 + 1e-9)]
-        again = one.plan.recompute != "none" or one.plan.expert_recompute
-        assert again or min(f.total_bytes for f in near) <= one.total_bytes + 2**21
+        assert min(f.total_bytes for f in near) <= one.total_bytes + 2**21
 
 
 def test_the_choice_is_simulated_pass_by_pass() -> None:
@@ -74,7 +79,7 @@ def test_several_processes_find_the_same() -> None:
     assert len(list(space.families(work))) >= PARALLEL_FROM
     one, two = (search(work, target, 8, space, exact=1, workers=n) for n in (1, 2))
     assert [c.step_s for c in one.best] == pytest.approx([c.step_s for c in two.best])
-    assert one.tally == two.tally
+    assert (one.tally.plans, one.tally.families) == (two.tally.plans, two.tally.families)
     assert [c.step_s for c in one.front] == pytest.approx([c.step_s for c in two.front])
 
 
@@ -92,17 +97,46 @@ def test_no_plan_at_all() -> None:
         search(work, target, 8, space_of(work, 8, 8, {**SMALL, "pp": (1,), "tp": (1,)}))
 
 
+def test_progress_is_told_up_to_the_end() -> None:
+    work, target = workload(), target_of("h100-sxm", 8)
+    seen = list[tuple[int, int]]()
+    space = space_of(work, 8, 8, {**SMALL, "zero": (1,)})
+    search(work, target, 8, space, exact=1, progress=lambda done, total: seen.append((done, total)))
+    total = len(list(space.families(work)))
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def _for_ever(part: int, told: Told) -> int:
+    while True:
+        time.sleep(0.01)
+        told()
+
+
+def test_an_interrupt_ends_all_processes() -> None:
+    """Where nobody told them they would never end, and neither would this."""
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    before = {child.pid for child in multiprocessing.active_children()}
+    with pytest.raises(KeyboardInterrupt):
+        in_processes(_for_ever, [1, 2], Told(10, interrupt))
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
 def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     """Each writes its number when it starts; none is there a little after kill -9."""
     code = f"""
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from moestro.plan.search import _end_with
+from moestro.plan.workers import end_with
 def work(n):
     open(f"{tmp_path}/{{os.getpid()}}", "w").close()
     time.sleep(60)
-with ProcessPoolExecutor(2, get_context("fork"), initializer=_end_with, initargs=(os.getpid(),)) as pool:
+with ProcessPoolExecutor(2, get_context("fork"), initializer=end_with, initargs=(os.getpid(),)) as pool:
     list(pool.map(work, range(2)))
 """
     parent = subprocess.Popen([sys.executable, "-c", code])

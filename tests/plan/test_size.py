@@ -7,6 +7,7 @@ from moestro.config import load_config
 from moestro.config.model import ModelConfig
 from moestro.config.moe import MoEConfig
 from moestro.config.plan import Plan, Workload
+from moestro.errors import MoestroError
 from moestro.graph.convert import workload_of
 from moestro.graph.count import count_step
 from moestro.graph.words import Kernel
@@ -80,9 +81,10 @@ class TestFindings:
         assert found.rule == "layers"
         assert found.advice == "num_layers = 9"
 
-    def test_tensor_ranks_beyond_the_heads_of_keys(self) -> None:
+    def test_tensor_ranks_beyond_the_heads_of_keys_are_refused(self) -> None:
         assert rules(lint(Plan(tp=8))) == []
-        assert rules(lint(Plan(tp=16))) == ["heads"]
+        with pytest.raises(MoestroError, match="num_kv_heads = 8: ranks hold whole heads"):
+            lint(Plan(tp=16))
 
     def test_the_loss_is_the_twins(self) -> None:
         own, twin = work(vocab_size=50_257), work(vocab_size=50_304)

@@ -22,7 +22,7 @@ def plans(work: Workload, devices: int, node: int = 8, **given: tuple[object, ..
         plan_of(family, pipeline, variant, node)
         for family in space.families(work)
         for pipeline in space.pipelines(family, work, devices)
-        for variant in space.variants(family, pipeline.dp)
+        for variant in space.variants(family, work, pipeline.dp, pipeline.pp)
     ]
 
 

@@ -9,13 +9,15 @@ from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.graph.convert import plan_of, workload_of
 from moestro.graph.count import count_step
+from moestro.graph.words import Kernel
 from moestro.hardware.profile import Machine, MachineProfile, Sample
 from moestro.measure.primitives import Event, Span, Spans
 from moestro.measure.step_ranks import RankAccount, RanksStep, rank_account, transfers_s
 from moestro.predict.oracle import GROUPS, Measured, Split, by_pipeline_rank, split, substitute
-from moestro.predict.predict import compose, price_step
-from moestro.predict.processes import SHORT_BYTES, STEP, of_processes
+from moestro.predict.predict import compose, predict_step, price_step
+from moestro.predict.processes import CALLS, CALLS_OF_EXCHANGE, SHORT_BYTES, STEP, TO_ALL, of_processes, waits_s
 from moestro.predict.target import Target, target_of_profile
+from moestro.predict.words import TimeBreakdown
 
 SIZES = (2**10, 2**16, 2**18, 2**22)
 
@@ -184,6 +186,56 @@ class TestProcesses:
         assert plain.constants is not None
         assert found.constants.gemm == pytest.approx(1.4 * plain.constants.gemm, rel=0.02)
         assert found.constants.launch_s == pytest.approx(0.8 * plain.constants.launch_s, rel=0.02)
+
+
+class TestTurns:
+    """What a pipeline waits where processes share cores: times of 10 s of work and a bubble."""
+
+    def test_a_core_for_each_process_changes_nothing(self) -> None:
+        assert waits_s(_time(3.0), 4, 1.0) == 3.0
+        assert waits_s(_time(0.0), 1, 2.0) == 0.0
+
+    def test_others_have_the_core_of_one_that_waits(self) -> None:
+        """Two stages of two processes on two cores: always one of them works, and both cores are busy."""
+        assert waits_s(_time(5.0), 2, 2.0) == 0
+        assert waits_s(_time(5.0), 4, 4.0) == 0
+
+    def test_cores_are_idle_while_too_few_work(self) -> None:
+        """Four stages on two cores: as a pipeline of two, at full speed: a third of the stages to wait for, half as
+        long."""
+        assert waits_s(_time(6.0), 4, 2.0) == pytest.approx(6.0 / 3 / 2)
+
+    @pytest.mark.parametrize("bubble", [0.0, 1.0, 10.0, 30.0, 100.0])
+    @pytest.mark.parametrize(("pp", "turns"), [(2, 1.5), (2, 2.0), (4, 1.5), (4, 2.0), (8, 2.0), (4, 8.0)])
+    def test_is_between_a_core_for_each_and_all_slowed_alike(self, bubble: float, pp: int, turns: float) -> None:
+        found = waits_s(_time(bubble), pp, turns)
+        assert 0 <= found <= bubble
+        assert 10 + found >= (10 + bubble) / turns - 1e-9
+
+    def test_a_pipeline_of_four_processes_on_two_cores(self) -> None:
+        """As long as its work takes on the two cores."""
+        workload, plan, target = _case("parallel.pp=2", "train.micro_batch_size=1", ranks=4)
+        found = predict_step(workload, plan, target, exact=True).time
+        assert target.turns(4) == 2
+        assert found.bubble == 0
+        assert predict_step(workload, plan.model_copy(update={"dp": 1}), _case(ranks=2)[2], exact=True).time.bubble > 0
+
+
+def _time(bubble: float) -> TimeBreakdown:
+    return TimeBreakdown(compute=7, host=1, communication=1, bubble=bubble, optimizer=1)
+
+
+def test_the_host_makes_calls_for_exchanges() -> None:
+    """Of two data ranks: gradients once a step, their norm, and two exchanges of a few bytes."""
+    workload, plan, target = _case(ranks=2)
+    graph = count_step(workload, plan)
+    nodes = [*graph.ranks[0].before, *graph.ranks[0].gradients, *graph.ranks[0].update]
+    sent = sum(node.times for node in nodes if not isinstance(node, Kernel))
+    costs = price_step(graph, workload, plan, target)
+    kernels = sum(node.launches * node.times for node in graph.ranks[0].update if isinstance(node, Kernel))
+    calls = (costs.once[0][2].launches - kernels) * CALLS
+    assert sent > 0
+    assert calls == pytest.approx(CALLS_OF_EXCHANGE * (sent + TO_ALL))
 
 
 def _pair(sample: Sample) -> bool:

@@ -20,7 +20,7 @@ PERFECT = Constants(
 
 def cost(seconds: float = 0.0, *, launches: float = 0, blocks: float = 0.0, hides: float = 0.0) -> Cost:
     collectives = {("tp", False, False): blocks, ("dp", True, True): hides}
-    return Cost({"gemm": seconds}, {"dense": seconds}, collectives, launches, 0)
+    return Cost({"gemm": seconds}, {("dense", "gemm"): seconds}, collectives, launches, 0)
 
 
 def step(*stages: tuple[float, float, float], m: int = 4, once: Cost | None = None) -> StepCost:

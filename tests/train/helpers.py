@@ -88,7 +88,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
     """A record without what a clock decides."""
-    return {k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu", "step_s", "time_s")}
+    return {k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu") and not k.endswith("_s")}
 
 
 def by_step(run: Path) -> dict[int, dict[str, Any]]:

@@ -97,7 +97,7 @@ class TestUndisturbed:
             assert set(record) == {
                 "kind", "step", "loss", "aux_loss", "z_loss", "other_loss", "mtp_loss", "lr",
                 "grad_norm", "tokens", "tokens_per_s", "mfu",
-                "step_s", "time_s", "layers",
+                "step_s", "time_s", "data_s", "passes_s", "reduce_s", "update_s", "layers",
             }  # fmt: skip
             assert all(math.isfinite(v) for k, v in record.items() if k not in ("kind", "layers"))
             assert [layer["layer"] for layer in record["layers"]] == [0, 1]
@@ -112,6 +112,10 @@ class TestUndisturbed:
         # What the machine did, by the definitions.
         assert logged[0]["tokens_per_s"] == pytest.approx(logged[0]["tokens"] / logged[0]["step_s"])
         assert logged[-1]["time_s"] == pytest.approx(sum(r["step_s"] for r in logged))
+        for record in logged:  # the rest is what stands around the three parts
+            parts = [record[key] for key in ("passes_s", "reduce_s", "update_s")]
+            assert min(parts) > 0
+            assert sum(parts) <= record["step_s"]
 
     def test_mfu_is_model_flops_over_time_and_peak(self, run: TrainResult) -> None:
         environment = json.loads((run.folder / "environment.json").read_text())

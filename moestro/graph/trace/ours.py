@@ -61,8 +61,11 @@ def trace_rank(
     routing: RoutingConfig | None = None,
     recorded: Sequence[Tensor] = (),
     ranks_per_node: int | None = None,
+    more: int = 0,
 ) -> RankTrace:
     """Run one optimizer step of `config` as `rank` of `world_size`, without weights, data or other ranks.
+
+    more: micro-batches beyond those that the schedule takes.
 
     Raises:
         MoestroError: the layout does not fit.
@@ -70,7 +73,7 @@ def trace_rank(
     config = config.in_phase(0)
     config = config.model_copy(update={"model": resolved_model(config)})
     layout = resolve_layout(config, world_size, ranks_per_node or world_size)
-    short = _shortened(config, layout)
+    short = _shortened(config, layout, more)
     with recording(world_size, rank, routing, recorded) as (recorder, device):
         short_layout = resolve_layout(short, world_size, ranks_per_node or world_size)
         engine, parts = build_engine(short, short_layout, device)
@@ -100,13 +103,13 @@ def trace_rank(
     return RankTrace(layout, rank, events, recorder.memory, stages, groups)
 
 
-def _shortened(config: Config, layout: Layout) -> Config:
+def _shortened(config: Config, layout: Layout, more: int) -> Config:
     """The same with as few micro-batches as the schedule takes. Where gradients come to be in backward, a second one
     finds those of the first in memory."""
     wanted = 2 if layout.zero != 1 else 1
     if layout.pp > 1:
         wanted = len(layout.stages) if layout.schedule == "dualpipev" else layout.pp
-    count = min(layout.micro_batches, wanted)
+    count = min(layout.micro_batches, wanted + more)
     size = count * layout.micro_batch_size * layout.batch_ranks
     changes = {"global_batch_size": size, "micro_batch_size": layout.micro_batch_size}
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})

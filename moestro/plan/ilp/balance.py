@@ -2,22 +2,73 @@
 plan again, which the prediction has the last word on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.hardware.fits import usable_bytes
 from moestro.plan.ilp.improve import best_placement
-from moestro.plan.ilp.instance import plan_of, stages_of
+from moestro.plan.ilp.instance import placement_of, plan_of, stages_of
+from moestro.plan.ilp.place import place
+from moestro.plan.ilp.stages import closed_form_s
 from moestro.predict.pools import parts_of_ranks
 from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target
 from moestro.predict.words import Prediction
 
 SHARE = 0.98  # of a device's memory, that a plan may need
+LIMIT_S = 5.0  # for each program
 ROUNDS = 3  # with less memory each, where a prediction needs more than the program thought
 
 
-def balance(workload: Workload, plan: Plan, target: Target, limit_bytes: float | None = None) -> Plan:
+@dataclass(frozen=True)
+class Balanced:
+    """even: the plan with layers as even as they come out and the recomputation that fits; None: none of them does.
+    gap: how far the program's closed form of this plan may be above its least, where time ran out; else about 0."""
+
+    plan: Plan
+    step: Prediction
+    even: tuple[Plan, Prediction] | None
+    gap: float
+
+
+def balanced(
+    workload: Workload, plan: Plan, target: Target, limit_bytes: float | None = None, limit_s: float = LIMIT_S
+) -> Balanced:
+    """As balance, with what it is held against. limit_s: for each program.
+
+    Raises:
+        MoestroError: as balance.
+    """
+    best = balance(workload, plan, target, limit_bytes, limit_s)
+    limits = _limits(workload, plan, target, limit_bytes)
+    even = [(one, _predicted(workload, one, target)) for one in _even(workload, plan)]
+    fitting = [(one, found) for one, found in even if not _beyond(found, limits)]
+    found = min(fitting, key=lambda pair: pair[1].step_s.value, default=None)
+    return Balanced(
+        best, _predicted(workload, best, target), found, _gap(workload, plan, target, limits, best, limit_s)
+    )
+
+
+def _gap(
+    workload: Workload, plan: Plan, target: Target, limits: Sequence[float], best: Plan, limit_s: float
+) -> float:  # fmt: skip
+    """Of the program whose ways of recomputing are the chosen plan's. With several chunks on a rank, which have no one
+    closed form: none is told."""
+    if plan.vpp > 1:
+        return 0.0
+    kinds = next((some for some in _kinds(workload) if best.recompute in some), _kinds(workload)[-1])
+    try:
+        stages, _ = stages_of(workload, plan, target, limits, kinds)
+        bound_s = place(stages, limit_s=limit_s).bound_s
+    except MoestroError:
+        return 0.0
+    return max(0.0, closed_form_s(stages, placement_of(best, stages, kinds)) / bound_s - 1)
+
+
+def balance(
+    workload: Workload, plan: Plan, target: Target, limit_bytes: float | None = None, limit_s: float = LIMIT_S
+) -> Plan:
     """The plan with the layers and the recomputation of each stage that make its step shortest.
 
     Everything else stays as it is. The step, pass by pass, is never longer than that of the same plan with layers as
@@ -26,6 +77,7 @@ def balance(workload: Workload, plan: Plan, target: Target, limit_bytes: float |
 
     Args:
         limit_bytes: that a device may need; None: 0.98 of what each has.
+        limit_s: for each program.
 
     Raises:
         MoestroError: the plan does not fit the workload or the target; or no placement fits in memory, and it says how
@@ -35,13 +87,15 @@ def balance(workload: Workload, plan: Plan, target: Target, limit_bytes: float |
     refusal: MoestroError | None = None
     for kinds in _kinds(workload):
         try:
-            candidates += _placed(workload, plan, target, limits, kinds)
+            candidates += _placed(workload, plan, target, limits, kinds, limit_s)
         except MoestroError as error:
             refusal = error
     candidates += [one for one in _even(workload, plan) if not _beyond(_predicted(workload, one, target), limits)]
     if not candidates:
-        assert refusal is not None
-        raise refusal
+        raise refusal or MoestroError(
+            "no placement of the layers fits by the prediction; take more stages, a smaller micro-batch or more ranks "
+            "that split the optimizer's state"
+        )
     return min(candidates, key=lambda one: _predicted(workload, one, target).step_s.value)
 
 
@@ -59,13 +113,13 @@ def _even(workload: Workload, plan: Plan) -> list[Plan]:
 
 
 def _placed(
-    workload: Workload, plan: Plan, target: Target, limits: Sequence[float], kinds: Sequence[str]
+    workload: Workload, plan: Plan, target: Target, limits: Sequence[float], kinds: Sequence[str], limit_s: float
 ) -> list[Plan]:
     """No plan: what the program takes to fit does not, by the prediction."""
     room = list(limits)
     for _ in range(ROUNDS):
         stages, send_s = stages_of(workload, plan, target, room, kinds)
-        found = plan_of(plan, stages, best_placement(stages, send_s), kinds)
+        found = plan_of(plan, stages, best_placement(stages, send_s, limit_s), kinds)
         beyond = _beyond(_predicted(workload, found, target), limits)
         if not beyond:
             return [found]

@@ -99,7 +99,13 @@ def pack(loads: ArrayLike, packs: int) -> list[list[int]]:
 
 
 def best_experts(loads: ArrayLike, places: int, devices: int, limit_s: float = 20.0) -> Experts:
-    """The numbers of replicas and the places of least load on the busiest device, without regard to nodes.
+    """exact_experts without the bound."""
+    return exact_experts(loads, places, devices, limit_s)[0]
+
+
+def exact_experts(loads: ArrayLike, places: int, devices: int, limit_s: float = 20.0) -> tuple[Experts, float]:
+    """The numbers of replicas and the places of least load on the busiest device, without regard to nodes; and a load
+    that no placement's busiest device is below, lower than that of this one where time ran out.
 
     Every expert has a variable for each number of replicas that it might have and each device: small instances only (a
     dozen experts). The balanced placement is an upper bound from which it starts.
@@ -129,7 +135,7 @@ def best_experts(loads: ArrayLike, places: int, devices: int, limit_s: float = 2
     found = program.solve(limit_s)
     assert found is not None, "the balanced placement is one"
     experts = [e for here in on for (e, _), v in here.items() for _ in range(found.count(v))]
-    return Experts(np.array(experts), devices)
+    return Experts(np.array(experts), devices), found.bound * unit
 
 
 def _checked(loads: ArrayLike, places: int, devices: int) -> Floats:

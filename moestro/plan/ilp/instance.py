@@ -5,12 +5,14 @@ from dataclasses import replace
 from itertools import groupby
 
 from moestro.config.plan import Plan, Workload
+from moestro.errors import MoestroError
 from moestro.graph.count import count_step, rank_of
 from moestro.graph.pieces import Pieces, pieces_of
 from moestro.graph.tape import stream_bytes
 from moestro.graph.words import Piece, StepGraph
 from moestro.plan.ilp.stages import Extra, Layers, Moment, Placement, Stages
-from moestro.predict.memory import kept_bytes, most_held, outside_bytes, passing_bytes
+from moestro.predict.memory import kept_bytes, moments_of, outside_bytes, passing_bytes
+from moestro.predict.offload import needed_rate
 from moestro.predict.pools import Part, part_constants, part_pricer, parts_of_ranks
 from moestro.predict.predict import target_pricer
 from moestro.predict.target import Target
@@ -24,6 +26,9 @@ def stages_of(
     """With the seconds that a message between stages takes.
 
     kinds: of recomputation that a layer may have, one or two; the last is what the plan then says.
+
+    Raises:
+        MoestroError: the plan does not fit the workload or the target, or nothing is left for layers.
     """
     plan = plan.model_copy(
         update={"recompute": kinds[-1], "layers_per_stage": None, "recompute_layers": None, "recompute_per_stage": None}
@@ -37,6 +42,11 @@ def stages_of(
     for rank, limit in enumerate(limits_bytes):
         members = [number % len(graph.stages) for number, _ in moments[rank][0]]
         limits.append(limit - outside - max(brief[stage] for stage in members))
+    if min(limits) <= 0:
+        raise MoestroError(
+            f"no placement of the layers fits: what comes beside them takes {-min(limits) / 1e9:.3g} GB more than the "
+            "limit; take a smaller micro-batch, or a larger limit"
+        )
     stages = Stages(
         schedule=plan.schedule if plan.pp > 1 else "1f1b",
         vpp=plan.vpp,
@@ -49,7 +59,7 @@ def stages_of(
         pace=pace,
         in_order=len(kinds) == 2,
     )
-    return stages, send_s
+    return _with_copies(stages, plan, target), send_s
 
 
 def plan_of(plan: Plan, stages: Stages, placement: Placement, kinds: Sequence[str]) -> Plan:
@@ -61,6 +71,29 @@ def plan_of(plan: Plan, stages: Stages, placement: Placement, kinds: Sequence[st
     found["recompute_per_stage"] = again if len(kinds) == 2 and any(again) else None
     found["layers_per_stage"] = sizes if plan.pp > 1 else None
     return plan.model_copy(update=found)
+
+
+def placement_of(plan: Plan, stages: Stages, kinds: Sequence[str]) -> Placement:
+    """Of a plan's layers and recomputation, as far as `kinds` can say it: the inverse of plan_of."""
+    order = [n for n, run in enumerate(stages.layers) if not run.at_end for _ in range(run.count)]
+    size, more = divmod(len(order), len(stages.ranks))
+    sizes = plan.layers_per_stage or tuple(size + (stage < more) for stage in range(len(stages.ranks)))
+    found, start = [], 0
+    for stage, count in enumerate(sizes):
+        own = [order[start : start + count].count(n) for n in range(len(stages.layers))]
+        start += count
+        if stage == len(sizes) - 1:
+            own = [run.count if run.at_end else n for n, run in zip(own, stages.layers, strict=True)]
+        again = sum(own) if plan.recompute == kinds[-1] else 0
+        if plan.recompute_per_stage is not None:
+            again = min(again, plan.recompute_per_stage[stage])
+        runs = []
+        for n in own:
+            twice = min(again, n)
+            again -= twice
+            runs.append((n,) if len(kinds) == 1 else (n - twice, twice))
+        found.append(tuple(runs))
+    return tuple(found)
 
 
 def _priced(
@@ -105,6 +138,26 @@ def _layers(workload: Workload, plan: Plan, pieces: Pieces, seconds: Seconds, ki
     alone = [_layer(workload, plan, piece, seconds, kinds) for piece in every]
     alone += [_layer(workload, plan, piece, seconds, kinds, at_end=True) for piece in _ahead(workload, plan, pieces)]
     return tuple(replace(layer, count=len(list(some))) for layer, some in groupby(alone))
+
+
+def _with_copies(stages: Stages, plan: Plan, target: Target) -> Stages:
+    """Where activations go to the host and come back: each layer is as long as its copy, which is no shorter than the
+    stage's pass being as long as all its copies. What a forward pass is longer by counts with the backward one, since
+    it differs by the kind of recomputation."""
+    if plan.offload != "activations":
+        return stages
+    rate = needed_rate(target.place.device)
+
+    def longer(forward_s: float, backward_s: float, kept_bytes: float) -> float:
+        return max(backward_s, kept_bytes / rate) + max(0.0, kept_bytes / rate - forward_s)
+
+    layers, extras = [], []
+    for layer in stages.layers:
+        pairs = zip(layer.backward_s, layer.kept_bytes, strict=True)
+        layers.append(replace(layer, backward_s=tuple(longer(layer.forward_s, *pair) for pair in pairs)))
+    for extra in stages.extras:
+        extras.append(replace(extra, backward_s=longer(extra.forward_s, extra.backward_s, extra.kept_bytes)))
+    return replace(stages, layers=tuple(layers), extras=tuple(extras))
 
 
 def _layer(
@@ -158,12 +211,7 @@ def _extras(
 
 def _moments(graph: StepGraph, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
     """As predict.memory: what each rank may hold; activations that go to the host leave one micro-batch's."""
-    if plan.pp == 1:
-        found: Sequence[tuple[Moment, ...]] = ((tuple((stage.index, 1) for stage in graph.stages),),)
-    elif plan.in_flight is not None:
-        found = [(((rank, min(graph.micro_batches, held)),),) for rank, held in enumerate(plan.in_flight)]
-    else:
-        found = most_held(plan.schedule, plan.pp, plan.vpp, graph.micro_batches)
+    found = moments_of(graph, plan)
     if plan.offload != "activations":
         return tuple(found)
     alone = []
