@@ -88,7 +88,7 @@ def contents(checkpoint: Path) -> Contents:
     return Contents(
         str(checkpoint),
         manifest["format_version"],
-        Progress(**manifest["progress"]),
+        Progress.of(manifest["progress"]),
         manifest.get("world_size", 1),
         {name: entry["bytes"] for name, entry in manifest["files"].items()},
         tensors,

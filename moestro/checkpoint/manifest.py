@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from moestro.parallel.comm import Group, rank_in, size_of
 from moestro.parallel.ranks import together
@@ -18,13 +18,30 @@ READABLE = (1, 2)  # 1: one process, one box a tensor, no world_size
 FileEntry = dict[str, int]  # bytes, crc32
 
 
+class StepFigures(NamedTuple):
+    """What the guards remember of a step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. Batches, learning rate and routing noise follow from the step and the seed."""
+    """How far a run has come. Batches, learning rate and routing noise follow from the step and the seed; whether a
+    step is passed over follows from `skipped` and `recent`."""
 
-    step: int  # optimizer steps done
+    step: int  # optimizer steps done or passed over
     tokens: int  # predicted tokens seen
     train_time_s: float
+    skipped: tuple[int, ...] = ()  # steps that are to be passed over, of those done and of those to come
+    recent: tuple[StepFigures, ...] = ()
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> Self:
+        """From a manifest. Raises TypeError for what cannot be one."""
+        recent = tuple(StepFigures(*figures) for figures in tree.get("recent", ()))
+        return cls(**tree | {"skipped": tuple(tree.get("skipped", ())), "recent": recent})
 
 
 def write_manifest(folder: Path, progress: Progress, world_size: int, files: dict[str, FileEntry]) -> None:
@@ -56,7 +73,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def progress_of(folder: Path) -> Progress:
-    return Progress(**read_manifest(folder)["progress"])
+    return Progress.of(read_manifest(folder)["progress"])
 
 
 def problem(folder: Path, group: Group = None) -> str | None:

@@ -101,7 +101,11 @@ def main() -> None:
         if process.prints(error):
             sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except KeyboardInterrupt as error:
-        if process.prints(error):
+    except SystemExit as ended:  # typer ends a command that Ctrl-C stopped with 130, and says nothing
+        interrupt = ended.__context__.__cause__ if ended.__context__ else None
+        if isinstance(interrupt, KeyboardInterrupt) and process.prints(interrupt):
             sys.stderr.write("interrupted\n")
+        raise
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
         sys.exit(130)

@@ -17,7 +17,7 @@ def supervise(
     folder: Annotated[Path, typer.Option(help="Where audit.jsonl and the rest are written.")] = Path("supervised"),
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of [supervise], for example --set max_restarts=5."),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the section supervise: max_restarts=5."),
     ] = None,
 ) -> None:
     """Run a command, and start it again when it fails: what an exit status means is in docs/resilience.md.

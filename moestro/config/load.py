@@ -76,8 +76,10 @@ def parse_supervise(overrides: Sequence[str]) -> SuperviseConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        known = nearest(key, list(SuperviseConfig.model_fields)) if first["type"] == "extra_forbidden" else ""
-        raise MoestroError(f"--set {key}: {first['msg']}.{known}") from error
+        if first["type"] == "extra_forbidden":
+            known = nearest(key, list(SuperviseConfig.model_fields))
+            raise MoestroError(f"supervise has no setting '{key}'.{known}") from error
+        raise MoestroError(f"supervise.{key}: {first['msg']}, got {first['input']!r}") from error
 
 
 def to_toml(config: Config) -> str:

@@ -6,6 +6,7 @@ from pydantic import ValidationError, model_validator
 
 from moestro.config.base import Section
 from moestro.config.data import DataConfig, SourceConfig
+from moestro.config.guard import GuardConfig
 from moestro.config.model import ModelConfig
 from moestro.config.parallel import ParallelConfig
 from moestro.config.supervise import SuperviseConfig
@@ -15,7 +16,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Config(Section):
-    """Everything `moestro train` needs: seven sections, each a table of the TOML file."""
+    """Everything `moestro train` needs: eight sections, each a table of the TOML file."""
 
     description: str = ""
     model: ModelConfig
@@ -24,6 +25,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     run: RunConfig = RunConfig()
+    guard: GuardConfig = GuardConfig()
     supervise: SuperviseConfig = SuperviseConfig()
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from moestro.config.files import write_whole
 from moestro.report.expert_plots import expert_plots
+from moestro.report.faults import faults
 from moestro.report.keyfigures import key_figures, last_finite, run_status
 from moestro.report.plots import gap_note, learning_plots, speed_plots
 from moestro.report.read import Record, RunData, Sample, number, parse_time, read_run, table
@@ -38,6 +39,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _render(run: RunData) -> str:
     learning, speed, experts = learning_plots(run), speed_plots(run), expert_plots(run)
+    wrong = faults(run.folder)
     return fill(
         "page.html.j2",
         run=run,
@@ -50,6 +52,7 @@ def _render(run: RunData) -> str:
         learning=learning,
         speed=speed,
         experts=experts,
+        faults=wrong,
         comparison=_comparison(run),
         samples=_samples(run),
         data=_data(run),
@@ -59,7 +62,7 @@ def _render(run: RunData) -> str:
         flops=_flops(run),
         peak=_peak(run),
         metrics=f"{run.name}/metrics.jsonl",
-        figures=figures([*learning, *speed, *experts]),
+        figures=figures([*learning, *speed, *experts, *(wrong["plots"] if wrong else ())]),
     )
 
 

@@ -6,8 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moestro.report.faults import fault_figures
 from moestro.report.keyfigures import key_figures, run_status
 from moestro.report.read import read_run
+from moestro.resilience.goodput import is_watched_run, measure_goodput
 
 _COLOURS = {"finished": "green", "interrupted": "yellow", "failed": "red", "running": "cyan"}
 
@@ -22,7 +24,8 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(style="dim")
-    for figure in key_figures(run):
+    watched = fault_figures(measure_goodput(run_dir)) if is_watched_run(run_dir) else []
+    for figure in (*key_figures(run), *watched):
         style = "bold red" if figure.warn else "bold"
         grid.add_row(escape(figure.label), f"[{style}]{escape(figure.value)}[/]", escape(figure.detail))
     console.print(grid)

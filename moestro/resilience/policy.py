@@ -27,7 +27,10 @@ class End:
 
     @property
     def text(self) -> str:
-        return str(self.evidence.get("error") or self.evidence.get("what") or self.signal or "done")
+        what = self.evidence.get("error") or self.evidence.get("what")
+        if what is None:
+            return self.signal or "done"
+        return f"exit status {self.evidence['status']}: {what}" if self.signal == "exit" else str(what)
 
 
 def what_ended(hang: Hang | None, failed: tuple[int, int] | None, words: Mapping[int, LastWords]) -> End:

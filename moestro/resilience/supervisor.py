@@ -16,6 +16,7 @@ from moestro.config.supervise import SuperviseConfig
 from moestro.errors import MoestroError
 from moestro.parallel.launch import Ranks, run_watched
 from moestro.resilience.elastic import Crew, Verdict
+from moestro.resilience.goodput import ATTEMPTS
 from moestro.resilience.nodes import Nodes
 from moestro.resilience.policy import End, Restarts, what_ended
 from moestro.resilience.stacks import dump_stacks
@@ -24,8 +25,6 @@ from moestro.train.cause import read_words
 from moestro.train.heartbeat import STEP, WATCHED, Beat, read_beat, status_of
 from moestro.train.incidents import Incident, complete, record
 from moestro.train.phases import resolve_stretches
-
-ATTEMPTS = "attempts.jsonl"  # in the run's folder: every start of the ranks, as an Attempt
 
 
 @dataclass
@@ -162,7 +161,7 @@ class Supervisor:
         """Decide what to do after a fault, and note it."""
         now = time.monotonic()
         lived_s = None if self.speaks or attempt.moved is not None else attempt.ended - attempt.started
-        self._restarts.ended(attempt.last_step, lived_s)
+        self._restarts.ended(-1 if attempt.moved is None else attempt.last_step, lived_s)
         node = self._crew.name_of(end.rank)
         stop = self._restarts.reason_to_stop(end, now)
         verdict = Verdict("stop", stop) if stop is not None else self._crew.after(end, now)

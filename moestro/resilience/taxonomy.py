@@ -75,7 +75,7 @@ EXITS: dict[int, Exit] = {
     128 + signal.SIGHUP: Exit("killed", "platform", "retry", "its terminal or launcher was lost"),
 }
 OTHER_SIGNAL = Exit("killed", "platform", "retry", "killed by a signal")
-OTHER = Exit("exit", "unknown", "retry", "an exit status of its own")
+OTHER = Exit("exit", "unknown", "retry", "one of its own")
 
 
 def exit_of(status: int) -> Exit:

@@ -155,6 +155,7 @@ class Field:
         self._line.set_visibility(not (few and self.name in FINER))
         self._slider.set_visibility(not words)
         self._list.set_visibility(words)
+        self._value.set_visibility(not words)
         if words:
             self._list.set_options({one: shown(self.name, one) for one in self._values}, value=value)
         else:

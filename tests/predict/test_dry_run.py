@@ -51,7 +51,7 @@ class TestFit:
         assert TRUTH.peak_bytes(PROBES[0]) == pytest.approx((1.2 + 4 * 2.2 + 8 * 4 * 1.0 + 3.4) * 1e9)
 
     def test_equations_by_hand(self) -> None:
-        """A stage that recomputes all three layers has one of them back; one that keeps a layer whole has room there."""
+        """A stage that recomputes all three layers has one of them back; one with a whole layer has room."""
         stages = [Probe({"full": 3}, 4), Probe({"none": 1, "full": 3}, 4)]
         assert equations(stages, ("none", "full")).tolist() == [[1, 3, 1, 11], [1, 4, 4, 12]]
         assert equations(stages, ("none", "full"), comes_back=False).tolist() == [[1, 3, 0, 12], [1, 4, 4, 12]]
