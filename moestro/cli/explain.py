@@ -44,8 +44,6 @@ def explain(
 
     docs/explaining.md tells more.
     """
-    import json
-
     from moestro.plan.explain import as_tree
 
     if plot is not None and not plot.parent.is_dir():
@@ -58,7 +56,7 @@ def explain(
 
         write_waterfall(found, plot)
     if as_json:
-        typer.echo(json.dumps(as_tree(found), indent=1, ensure_ascii=False))
+        print_json(as_tree(found))
         return
     from moestro.cli.explain_tables import print_explanation
 

@@ -1,9 +1,9 @@
 """How two steps side by side are shown: what differs, the headline, where the time goes, and a verdict in words."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moestro.cli.shown import console_of
 from moestro.plan.explain_words import cause, seconds, verdict
 from moestro.report.text import MISSING, percent, si
 
@@ -20,9 +20,7 @@ LONG = 28  # letters of a value
 
 
 def print_explanation(found: "Explanation") -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    console = console_of(WIDTH)
     for label, side in (("A", found.first), ("B", found.second)):
         console.print(f"{label}  {side.name}", style="bold", markup=False)
         console.print(f"   {side.basis}", style="dim", markup=False)

@@ -19,21 +19,6 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 KINDS: "tuple[Kind, ...]" = ("gpu", "superchip", "tpu", "npu", "cpu", "soc", "pim")
 
 
-def _console() -> "Console":
-    """As wide as the terminal; a pipe or a file gets room for whole lines."""
-    import sys
-
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
-
-
-def _print_json(tree: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(tree, indent=1, ensure_ascii=False))
-
-
 @app.command("list")
 def list_hardware(
     kind: Annotated[str, typer.Option(help=f"Only one kind: {', '.join(KINDS)}.")] = "",
@@ -49,9 +34,9 @@ def list_hardware(
     devices = [device for device in map(load_device, device_ids()) if kind in ("", device.kind)]
     clusters = [] if kind else [load_cluster(cluster_id) for cluster_id in cluster_ids()]
     if as_json:
-        _print_json({"devices": [_dump(d) for d in devices], "clusters": [_dump(c) for c in clusters]})
+        print_json({"devices": [_dump(d) for d in devices], "clusters": [_dump(c) for c in clusters]})
         return
-    console = _console()
+    console = console_of(WIDTH)
     console.print(device_list(devices, console.width))
     console.print(LEGEND, style="dim")
     if clusters:
@@ -83,7 +68,7 @@ def show(
         hint = nearest(name.lower(), (*device_ids(), *cluster_ids()))
         raise MoestroError(f"no device or cluster '{name}'.{hint} `moestro hardware list` shows them all.") from error
     if as_json:
-        _print_json(_dump(device))
+        print_json(_dump(device))
         return
     _show_device(device)
 
@@ -93,7 +78,7 @@ def _show_device(device: "Device") -> None:
 
     from moestro.cli.hardware_tables import device_figures, figure_table, price_line, support_table
 
-    console = _console()
+    console = console_of(WIDTH)
     node = f", {device.devices_per_node} in a usual node" if device.devices_per_node else ""
     console.print(f"[bold]{escape(device.name)}[/]  {device.id}: {device.kind} of {device.year}{node}")
     memory = device.memory
@@ -125,9 +110,9 @@ def _show_cluster(cluster: "Cluster", as_json: bool) -> None:
     devices = {key: load_device(key) for pool in cluster.pools for key in pool.node.devices}
     totals = cluster_totals(cluster, devices)
     if as_json:
-        _print_json({**_dump(cluster), "totals": totals})
+        print_json({**_dump(cluster), "totals": totals})
         return
-    console = _console()
+    console = console_of(WIDTH)
     console.print(f"[bold]{escape(cluster.name)}[/]  {cluster.id}")
     for text in (f"software: {cluster.software}" if cluster.software else "", cluster.note):
         if text:
@@ -207,9 +192,9 @@ def compare(
             }
             for device in devices
         ]
-        _print_json(rows)
+        print_json(rows)
         return
-    console = _console()
+    console = console_of(WIDTH)
     console.print(comparison(devices))
     for line in dtype_differences(devices):
         console.print(line, markup=False)
@@ -236,11 +221,11 @@ def fits(
     found = devices_that_fit(gigabytes * 1e9, host_gb * 1e9, KINDS if cpus else None)
     if as_json:
         keys = ("usable_bytes", "usd_per_hour", "basis")
-        _print_json([{"id": fit.device.id, **{key: getattr(fit, key) for key in keys}} for fit in found])
+        print_json([{"id": fit.device.id, **{key: getattr(fit, key) for key in keys}} for fit in found])
         return
     if not found:
         raise MoestroError(f"{gigabytes:g} GB fit on no single device of the catalog; split them over several devices")
-    console = _console()
+    console = console_of(WIDTH)
     console.print(fit_table(found))
     smallest = min(found, key=lambda fit: fit.usable_bytes)  # the first of equals is the cheapest
     cheapest = f"cheapest with a known price: {found[0].device.id}; " if found[0].basis else "no price is known; "

@@ -70,7 +70,7 @@ def experts(
     if out is not None:
         write_json(out, tree)
     if as_json:
-        _print_json({**tree, "step_s": {name: found.step_s.value for name, found in steps.items()}})
+        print_json({**tree, "step_s": {name: found.step_s.value for name, found in steps.items()}})
         return
     print_experts(layers, table.shape[1], devices, nodes, steps)
     if out is not None:
@@ -105,7 +105,7 @@ def layers(
         others = [text for text in overrides or () if not text.startswith(("plan.", "workload."))]
         write_plan(out, preset, others, found.plan, found.step)
     if as_json:
-        _print_json(layers_tree(found))
+        print_json(layers_tree(found))
         return
     print_layers(Path(preset).name, found, workload, target)
     if out is not None:
@@ -133,7 +133,7 @@ def mixed(
     found = choose(workload, target)
     _keep(target)
     if as_json:
-        _print_json({**asdict(found), "apart": [asdict(one) for one in found.apart[:top]]})
+        print_json({**asdict(found), "apart": [asdict(one) for one in found.apart[:top]]})
         return
     print_mixed(Path(preset).name, found, workload, target, top)
 
@@ -144,7 +144,7 @@ def regions(
 ) -> None:
     """A pipeline over regions: their order, the stages, layers and micro-batches in flight of each, against plain 1F1B.
 
-    The cluster has [[wan]] between regions, as two-regions. plan.pp=8 or plan.pp=[4,8] says how many stages are tried,
+    The cluster's file has a `wan` table, as two-regions. plan.pp=8 or plan.pp=[4,8] says how many stages are tried,
     other plan.* hold for all.
     """
     from moestro.cli.asked import plan_asked, read_workload, target_asked
@@ -159,7 +159,7 @@ def regions(
     found = place_regions(workload, plan, target, stages, limit_s)
     _keep(target)
     if as_json:
-        _print_json(regions_tree(found))
+        print_json(regions_tree(found))
         return
     print_regions(Path(preset).name, found, target)
 
@@ -169,11 +169,11 @@ def circuits(
     source: Annotated[
         str,
         typer.Argument(
-            help="A CSV or JSON file of bytes, [servers, servers]; or a preset, whose exchange is predicted."
+            help="A CSV or JSON file of bytes, from row to column; or a preset, whose exchange is predicted."
         ),
     ],
     overrides: Overrides = None,
-    hardware: Annotated[str, typer.Option("--hardware", help="A cluster with [optical], as mixnet-1024.")] = "",
+    hardware: Annotated[str, typer.Option("--hardware", help="A cluster with an `optical` table, as mixnet-1024.")] = "",
     ocs_ports: Annotated[int, typer.Option(min=1, help="Of a server, to the optical switch; without --hardware.")] = 6,
     eps_ports: Annotated[int, typer.Option(min=1, help="Of a server, to the packet network.")] = 2,
     port_gbit: Annotated[float, typer.Option(min=0.001, help="Of a port.")] = 100.0,
@@ -200,7 +200,7 @@ def circuits(
         demand, tier, title = _predicted_demand(source, overrides or (), hardware, layer)
     found = lay_circuits(demand, tier, limit_s)
     if as_json:
-        _print_json(circuits_tree(found))
+        print_json(circuits_tree(found))
         return
     print_circuits(title, found, demand, tier)
 
@@ -290,9 +290,3 @@ def _error(text: str) -> Exception:
     from moestro.errors import MoestroError
 
     return MoestroError(text)
-
-
-def _print_json(tree: dict[str, Any]) -> None:
-    import json
-
-    typer.echo(json.dumps(tree, indent=1, ensure_ascii=False, default=str))

@@ -1,8 +1,9 @@
 """What `moestro place` prints: each placement beside the one that one has without."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from moestro.cli.shown import console_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,7 @@ def print_experts(
 ) -> None:
     from moestro.report.text import plural
 
-    places, console = len(layers[0].experts.experts), _console()
+    places, console = len(layers[0].experts.experts), console_of(WIDTH)
     where = f"{plural(devices, 'device')}{f' in {nodes} nodes' if nodes > 1 else ''}"
     heading = f"{plural(len(layers), 'layer')} of {plural(experts, 'expert')} in {places:,} places on {where}"
     console.print(heading, style="bold")
@@ -84,7 +85,7 @@ def layers_tree(found: "Balanced") -> dict[str, Any]:
 def print_layers(name: str, found: "Balanced", workload: "Workload", target: "Target") -> None:
     from moestro.report.text import duration
 
-    console, plan = _console(), found.plan
+    console, plan = console_of(WIDTH), found.plan
     head = f"{name} on {plan.world_size:,} × {target.place.device.name}, {plan.pp} pipeline ranks"
     console.print(f"{head}{f' of {plan.vpp} chunks' if plan.vpp > 1 else ''}", style="bold")
     console.print(f"priced by: {target.profile}\n", style="dim")
@@ -129,7 +130,7 @@ def _layers_of(plan: "Plan", workload: "Workload", rank: int) -> tuple[str, str]
 def print_mixed(name: str, found: "Choice", workload: "Workload", target: "Target", top: int) -> None:
     from moestro.report.text import duration, percent
 
-    console = _console()
+    console = console_of(WIDTH)
     kinds = " and ".join(f"{kind.devices} × {kind.name}" for kind in found.kinds)
     console.print(f"{name} on {kinds}, {workload.global_batch_size} sequences of {workload.seq_len:,}", style="bold")
     console.print(f"priced by: {target.profile}\n", style="dim")
@@ -182,7 +183,7 @@ def regions_tree(found: "Regions") -> dict[str, Any]:
 def print_regions(name: str, found: "Regions", target: "Target") -> None:
     from moestro.report.text import duration
 
-    console = _console()
+    console = console_of(WIDTH)
     console.print(f"{name} over {', '.join(found.best.regions)}", style="bold")
     console.print(f"priced by: {target.profile}\n", style="dim")
     table = _table("", "step", "faster", "ranks", "layers", "recomputed", "in flight", "memory")
@@ -218,7 +219,7 @@ def circuits_tree(found: "Laid") -> dict[str, Any]:
 def print_circuits(title: str, found: "Laid", demand: "Floats", tier: "OpticalTier") -> None:
     from moestro.report.text import si
 
-    console, servers = _console(), len(found.counts)
+    console, servers = console_of(WIDTH), len(found.counts)
     ports = f"{tier.ocs_ports} ports to the optical switch and {tier.eps_ports} for packets"
     console.print(f"{title}: {si(float(demand.sum()), 'B')} among {servers} servers, {ports} each\n", style="bold")
     table = _table("over", "exchange", "times a network that never blocks")
@@ -256,9 +257,3 @@ def _table(*columns: str) -> "Table":
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)

@@ -97,7 +97,7 @@ def plan(
     """Search all layouts of a run for the best that fits in memory, and say why. docs/planning.md tells more."""
     from moestro.cli.asked import keep_curves, read_workload, target_asked
     from moestro.cli.plan_goal import Asked, check_together, goal_of, parse_counts
-    from moestro.cli.plan_print import print_counts, print_found, print_json, title
+    from moestro.cli.plan_print import print_counts, print_found, print_plan_json, title
     from moestro.errors import MoestroError
     from moestro.plan.counts import search_counts
     from moestro.plan.settings import checkpoint_every, run_of
@@ -144,7 +144,7 @@ def plan(
         typer.echo("--balance: no other placement of layers and recomputation is better\n")
     keep_curves(target)
     if as_json:
-        print_json(counts, workload, targets, goal)
+        print_plan_json(counts, workload, targets, goal)
     else:
         if len(targets) > 1:
             print_counts(counts, workload, goal)

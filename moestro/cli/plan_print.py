@@ -1,7 +1,5 @@
 """How `moestro plan` shows what it has found: tables for people, a tree for machines."""
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from moestro.cli.shown import console_of, print_json
 from moestro.config.plan import Plan, Workload
 from moestro.plan.objective import Goal, Outcome
 from moestro.plan.settings import bucket_of, checkpoint_every, run_of, uneven_of
@@ -36,7 +35,7 @@ LIMITED = {
 
 def print_counts(counts: "Counts", workload: Workload, goal: Goal) -> None:
     """A line for each number of devices, the best of them bold."""
-    console = console_of()
+    console = console_of(WIDTH)
     table = _table("devices", "step", "tokens/s", "MFU", "memory", "run", "cost", "energy")
     table.add_column("plan", overflow="fold")
     for count, found in sorted(counts.found.items()):
@@ -52,7 +51,7 @@ def print_counts(counts: "Counts", workload: Workload, goal: Goal) -> None:
 
 
 def print_found(name: str, found: "Found", workload: Workload, target: "Target", devices: int, goal: Goal) -> None:
-    console = console_of()
+    console = console_of(WIDTH)
     console.print(f"{name} on {devices:,} × {target.place.device.name}", style="bold", markup=False)
     console.print(f"priced by: {target.profile}; {_went_through(found.tally)}", style="dim", markup=False)
     wanted = _wanted(goal)
@@ -73,7 +72,7 @@ def print_found(name: str, found: "Found", workload: Workload, target: "Target",
     _print_front(console, found)
 
 
-def print_json(counts: "Counts", workload: Workload, targets: Mapping[int, "Target"], goal: Goal) -> None:
+def print_plan_json(counts: "Counts", workload: Workload, targets: Mapping[int, "Target"], goal: Goal) -> None:
     """Of the best number of devices all, of the others the best plan."""
 
     def tree(plan: Plan, one: "Prediction") -> dict[str, Any]:
@@ -99,11 +98,7 @@ def print_json(counts: "Counts", workload: Workload, targets: Mapping[int, "Targ
         "uneven": [u._asdict() for u in uneven_of(workload, plan, target, one.step_s.value)],
         "workload": workload.model_dump(mode="json", exclude_defaults=True),
     }
-    print(json.dumps(whole, indent=1, ensure_ascii=False))
-
-
-def console_of() -> Console:
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    print_json(whole)
 
 
 def _number(value: Any) -> float | None:

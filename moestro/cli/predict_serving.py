@@ -1,6 +1,5 @@
 """What `moestro predict` prints for --serving and --disaggregate."""
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ def serving_tree(found: "Service", others: "Sequence[Width]") -> dict[str, Any]:
 
 
 def print_serving(found: "Service", others: "Sequence[Width]") -> None:
-    console = _console()
+    console = console_of(WIDTH)
     demand = found.demand
     console.print(
         f"\nserving {demand.requests_per_s:g} requests/s, prompts of {grouped(demand.prompt)} tokens, answers of "
@@ -91,7 +90,7 @@ def disaggregated_tree(work: "Work", split: "Split") -> dict[str, Any]:
 def print_disaggregated(work: "Work", split: "Split") -> None:
     from rich.table import Table
 
-    console = _console()
+    console = console_of(WIDTH)
     console.print(
         f"\nattention on {plural(split.attention, 'device')}, experts on {plural(split.experts, 'device')}, NICs "
         "shared by half",
@@ -127,9 +126,3 @@ def _ways(work: "Work", split: "Split") -> dict[str, float]:
 
 def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)

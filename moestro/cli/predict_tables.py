@@ -1,6 +1,5 @@
 """How a prediction is shown: what comes of the step (days, dollars, energy), tables for people, a tree for machines."""
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +89,7 @@ class Outlook:
 def print_prediction(
     name: str, found: "Prediction", outlook: Outlook, workload: "Workload", plan: "Plan", target: "Target"
 ) -> None:
-    from rich.console import Console
-
-    tty = sys.stdout.isatty()
-    console = Console(highlight=False) if tty else Console(highlight=False, width=WIDTH)
+    console = console_of(WIDTH)
     kinds = dict.fromkeys(part.place.device.name for part in target.parts) or [target.place.device.name]
     console.print(f"[bold]{name}[/] on {plan.world_size:,} × {' and '.join(kinds)}", markup=True)
     console.print(_setting(workload, plan), style="dim", markup=False)
@@ -115,9 +111,7 @@ def print_traced(
     name: str, graph: "StepGraph", time: "TimeBreakdown", target: "Target", how: str = "traced"
 ) -> None:  # fmt: skip
     """how: the graph came about."""
-    from rich.console import Console
-
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    console = console_of(WIDTH)
     console.print(f"{name} on {graph.world_size:,} × {target.place.device.name}", style="bold", markup=False)
     console.print(f"{how}; priced by: {target.profile}\n", style="dim", markup=False)
     console.print(_time_table(time))

@@ -47,8 +47,6 @@ def plan(
 
     With --hardware, none of them needs more than the device has, by counted memory.
     """
-    import json
-
     from moestro.cli.probe_tables import print_rounds, rounds_tree
     from moestro.predict.probe_table import write_probes
 
@@ -57,7 +55,7 @@ def plan(
     if out is not None:
         write_probes(out, rounds.probes, {})
     if as_json:
-        typer.echo(json.dumps({**rounds_tree(rounds), "commands": asked.commands(rounds)}, indent=1))
+        print_json({**rounds_tree(rounds), "commands": asked.commands(rounds)})
         return
     print_rounds(asked.name, rounds, asked.plan, asked.commands(rounds))
     if out is not None:
@@ -117,7 +115,6 @@ def fit(
 
     Sets of stages that cannot tell these apart are refused, and it says which stages to add.
     """
-    import json
     from dataclasses import asdict
 
     from moestro.cli.probe_tables import print_fit
@@ -133,7 +130,7 @@ def fit(
         asked = _Asked(preset, overrides, hardware, profile, devices)
         beside = counted_numbers(asked.workload, asked.plan, list(fitted.activation_bytes))
     if as_json:
-        typer.echo(json.dumps({**asdict(fitted), "left_out": left_out, "counted_bytes": beside}, indent=1))
+        print_json({**asdict(fitted), "left_out": left_out, "counted_bytes": beside})
         return
     print_fit(table, read, fitted, left_out, beside)
 
@@ -153,8 +150,6 @@ def place(
     as_json: Json = False,
 ) -> None:
     """Share out layers and recomputation over stages by fitted memory, beside the plan that counted memory leads to."""
-    import json
-
     from moestro.cli.asked import keep_curves
     from moestro.cli.probe_tables import placed_tree, print_placed
     from moestro.errors import MoestroError
@@ -174,7 +169,7 @@ def place(
     if out is not None:
         asked.write(out, found.plan, target)
     if as_json:
-        typer.echo(json.dumps(placed_tree(found, counted, limit), indent=1))
+        print_json(placed_tree(found, counted, limit))
         return
     print_placed(asked.name, found, counted, limit, target, table)
     if out is not None:

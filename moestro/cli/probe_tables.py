@@ -1,10 +1,11 @@
 """What `moestro probe` prints."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from moestro.cli.shown import console_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,7 @@ def print_rounds(name: str, rounds: "Rounds", plan: "Plan", commands: Sequence[s
     """The stages of each dry run, and what starts it."""
     from moestro.predict.dry_run import MOST_CONDITION
 
-    console = _console()
+    console = console_of(WIDTH)
     several = f"{len(rounds.rounds)} dry run{'s' * (len(rounds.rounds) != 1)} of {plan.pp} stages"
     console.print(f"{name}: {several}, {plan.world_size:,} devices each", style="bold", markup=False)
     console.print(
@@ -60,7 +61,7 @@ def print_fit(
     counted: Mapping[str, float],
 ) -> None:
     """The numbers, then every stage with what the fit makes of it."""
-    console = _console()
+    console = console_of(WIDTH)
     misses, outs = [abs(r) for r in fitted.residuals], [abs(r) for r in left_out if r is not None]
     console.print(f"{path}: {len(read.probes)} stages", style="bold", markup=False)
     console.print(
@@ -97,7 +98,7 @@ def print_placed(
     path: Path,
 ) -> None:
     """Both plans, rank by rank."""
-    console = _console()
+    console = console_of(WIDTH)
     plan = found.plan
     console.print(f"{name} on {plan.world_size:,} × {target.place.device.name}", style="bold", markup=False)
     console.print(
@@ -185,9 +186,3 @@ def _table(*columns: str) -> "Table":
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     return table
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)

@@ -38,7 +38,6 @@ def lint(
     Every finding of the shape is predicted against a twin with that size mended. What only depends on how many tokens a
     micro-batch has is told apart, and does not count as a finding.
     """
-    import json
     from dataclasses import asdict
 
     from moestro.cli.size_tables import print_lint
@@ -49,7 +48,7 @@ def lint(
     asked.keep()
     if as_json:
         tree = {**asdict(found), "alignment": asked.alignment.basis, "profile": asked.target.profile}
-        typer.echo(json.dumps(tree, indent=1, ensure_ascii=False))
+        print_json(tree)
     else:
         print_lint(asked.name, found, asked.workload, asked.plan, asked.target, asked.alignment)
     if found.of("shape"):
@@ -80,8 +79,6 @@ def search(
 
     The preset is scaled to the budget; shapes of as many parameters, all and active, stand beside it.
     """
-    import json
-
     from moestro.cli.size_tables import print_search, shape_tree
     from moestro.errors import MoestroError
     from moestro.plan.shape_search import search_shapes
@@ -97,7 +94,7 @@ def search(
     if as_json:
         rows = {"naive": shape_tree(found.naive), "rounded": shape_tree(found.rounded)}
         tree = {**rows, "best": [shape_tree(shape) for shape in found.best], "tried": found.tried}
-        typer.echo(json.dumps(tree, indent=1, ensure_ascii=False))
+        print_json(tree)
         return
     print_search(asked.name, found, budget, asked.target, asked.alignment)
     if out is not None:
@@ -118,7 +115,6 @@ def width(
     as_json: Json = False,
 ) -> None:
     """Choose how wide experts should be: training speed, decoding, and bytes sent, at the same active parameters."""
-    import json
     from dataclasses import asdict
 
     from moestro.cli.size_tables import print_widths
@@ -137,7 +133,7 @@ def width(
         tree = asdict(found)
         for choice in (*tree["choices"], *filter(None, [tree["chosen"]])):
             del choice["model"]
-        typer.echo(json.dumps(tree, indent=1))
+        print_json(tree)
         return
     print_widths(asked.name, found, asked.target)
     if plot is not None:
@@ -157,7 +153,6 @@ def lr(
 
     With losses in the CSV, the best rate of each size is found first, by a parabola through its lowest.
     """
-    import json
     from dataclasses import asdict
 
     from moestro.cli.size_tables import print_rates
@@ -167,7 +162,7 @@ def lr(
     law = fit_rates(found)
     rates = [law.at(size) for size in params]
     if as_json:
-        typer.echo(json.dumps({**asdict(law), "rates": [asdict(rate) for rate in rates], "notes": notes}, indent=1))
+        print_json({**asdict(law), "rates": [asdict(rate) for rate in rates], "notes": notes})
         return
     print_rates(law, rates, notes)
 
@@ -186,8 +181,6 @@ def budget(
 
     Beside them, the cheapest devices on one of which the run as it is would fit.
     """
-    import json
-
     from moestro.cli.size_tables import budget_tree, print_budget
     from moestro.errors import MoestroError
     from moestro.plan.budget import within
@@ -198,7 +191,7 @@ def budget(
     found = within(asked.workload, asked.plan, asked.target, memory_gb)
     asked.keep()
     if as_json:
-        typer.echo(json.dumps(budget_tree(found, asked.plan), indent=1))
+        print_json(budget_tree(found, asked.plan))
         return
     print_budget(asked.name, found, asked.workload, asked.plan, asked.target)
 
@@ -216,8 +209,6 @@ def grow(
     as_json: Json = False,
 ) -> None:
     """Price a pool of experts that grows in stages, against all experts from the start: the fastest plan of each."""
-    import json
-
     from moestro.cli.asked import keep_curves, read_workload, target_asked
     from moestro.cli.size_growth import given_of, growth_tree, parse_stages, print_growth
     from moestro.plan.growth import price_growth
@@ -229,7 +220,7 @@ def grow(
     found = price_growth(workload, target, count, stages, config.train.steps, given_of(values))
     keep_curves(target)
     if as_json:
-        typer.echo(json.dumps(growth_tree(found), indent=1))
+        print_json(growth_tree(found))
         return
     print_growth(Path(preset).name, found, target)
 

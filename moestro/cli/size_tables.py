@@ -1,6 +1,5 @@
 """What `moestro size` prints."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from moestro.report.text import MISSING, duration, grouped, percent, plural, si
@@ -29,7 +28,7 @@ CHEAPEST = 4  # devices told
 def print_lint(
     name: str, found: "Lint", workload: "Workload", plan: "Plan", target: "Target", alignment: "Alignment"
 ) -> None:  # fmt: skip
-    console = _console()
+    console = console_of(WIDTH)
     _head(console, name, plan, target)
     rows = f"micro-batches of {plan.micro_batch_size} × {grouped(workload.seq_len)} tokens in {workload.precision}"
     mfu = "" if found.priced.mfu is None else f", MFU {percent(found.priced.mfu)}"
@@ -77,7 +76,7 @@ def _product_table(products: "Sequence[Product]") -> "Table":
 
 
 def print_search(name: str, found: "Found", budget: "Budget", target: "Target", alignment: "Alignment") -> None:
-    console = _console()
+    console = console_of(WIDTH)
     console.print(f"{name} within {_limit(budget)}, on {target.place.device.name}", style="bold", markup=False)
     console.print(f"priced by: {target.profile}; alignment {alignment.basis}", style="dim", markup=False)
     console.print(f"{plural(found.tried, 'shape')} of as many parameters priced\n", style="dim", markup=False)
@@ -156,7 +155,7 @@ def shape_tree(shape: "Shape") -> dict[str, Any]:
 
 
 def print_widths(name: str, found: "Widths", target: "Target") -> None:
-    console = _console()
+    console = console_of(WIDTH)
     console.print(f"{name} on {target.place.device.name}: width of experts", style="bold", markup=False)
     decoding = (
         f"{plural(found.batch, 'sequence')} of {grouped(found.context)} tokens on {plural(found.replica, 'device')}"
@@ -192,7 +191,7 @@ def print_widths(name: str, found: "Widths", target: "Target") -> None:
 def print_rates(law: "RateLaw", rates: "Sequence[Rate]", notes: "Sequence[str]") -> None:
     from moestro.plan.rates import FAR
 
-    console = _console()
+    console = console_of(WIDTH)
     sizes = ", ".join(f"{_params(size)}: {rate:.3g}" for size, rate in law.points)
     console.print(f"ln lr = {law.slope:.4f} · ln params {law.intercept:+.4f}", style="bold", markup=False)
     console.print(f"through {sizes}; off the line by {law.spread:.1%}", style="dim", markup=False)
@@ -221,7 +220,7 @@ def print_rates(law: "RateLaw", rates: "Sequence[Rate]", notes: "Sequence[str]")
 def print_budget(name: str, found: "Memory", workload: "Workload", plan: "Plan", target: "Target") -> None:
     from moestro.hardware.fits import devices_that_fit
 
-    console = _console()
+    console = console_of(WIDTH)
     _head(console, name, plan, target)
     limit = f"{found.limit_bytes / 1e9:.1f} GB may be needed"
     console.print(f"as it is: {found.needed_bytes / 1e9:.1f} GB; {limit}\n", style="dim", markup=False)
@@ -304,9 +303,3 @@ def _params(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g}\u00a0{unit}"
     return grouped(number)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)

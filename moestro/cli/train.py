@@ -1,5 +1,6 @@
 """`moestro train`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,7 +33,13 @@ def train(
             "leave --nproc out, or start one process"
         )
     resolve_stretches(config, nproc or me.world_size, ranks_per_node=nproc)
-    if config.run.supervise and not is_watched():
+    if config.run.supervise and not is_watched() and me.world_size > 1:
+        from moestro.resilience.beside import watch_beside
+        from moestro.resilience.supervisor import has_alike_ranks
+
+        folder = Path(config.run.dir) / config.run.name
+        watch_beside(folder, config.supervise, me, has_alike_ranks(config, me.world_size))
+    elif config.run.supervise and not is_watched():
         from moestro.resilience.supervisor import supervise
 
         debug = ["--debug"] if context.obj["debug"] else []

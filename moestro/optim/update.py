@@ -202,6 +202,27 @@ class Update:
         return tensors
 
     @torch.no_grad()
+    def replicas(self) -> dict[Group, dict[str, Tensor]]:
+        """What this rank holds of the weights by the ranks that should hold the same numbers, where there are such."""
+        found: dict[Group, dict[str, Tensor]] = defaultdict(dict)
+        for name, parameter in self._named:
+            group: Group = getattr(self.mesh, self._parts[name].group)
+            tensor = parameter.detach()
+            if isinstance(tensor, DTensor):
+                mesh, tensor = tensor.device_mesh, tensor.to_local()
+                group = mesh.get_group("dp") if mesh.ndim == 2 else None
+            if group is not None:
+                found[group][name] = tensor
+        return found
+
+    def stepped(self) -> dict[str, tuple[Tensor, float]]:
+        """Each tensor that this rank's optimizers step, by the first parameter in it, and its learning rate."""
+        rates = {p: float(group["lr"]) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        return {
+            slot.names[0]: (slot.tensor.detach(), rates[slot.tensor]) for slot in self._slots if slot.tensor in rates
+        }
+
+    @torch.no_grad()
     def after_load(self) -> None:
         """Bring in line what a load cannot reach: the flat slices' step counts, and the second of two embeddings."""
         state = {tensor: values for optimizer in self.optimizers for tensor, values in optimizer.state.items()}

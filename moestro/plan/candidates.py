@@ -10,12 +10,10 @@ import numpy as np
 from moestro.config.plan import Plan, Workload
 from moestro.plan.evaluate import Batch
 from moestro.plan.frame import Floats
-from moestro.plan.objective import Goal, Numbers, numbers_of, outcome, overrun, score
+from moestro.plan.objective import MIB, Goal, Numbers, numbers_of, outcome, overrun, score
 from moestro.plan.space import plan_of
 from moestro.predict.target import Target
 from moestro.predict.words import Prediction
-
-MIB = 2.0**20
 
 
 @dataclass(frozen=True)

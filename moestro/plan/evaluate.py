@@ -24,6 +24,7 @@ from moestro.predict.costs import Cost, Pricer
 from moestro.predict.many import bubbles
 from moestro.predict.memory import enough, kept_bytes, outside_bytes
 from moestro.predict.offload import needed_rate, optimizer_bytes
+from moestro.predict.orders import SPLIT_BACKWARD
 from moestro.predict.predict import target_pricer
 from moestro.predict.recovery import rank_state
 from moestro.predict.step import joins
@@ -109,10 +110,12 @@ class Evaluator:
         if not pipelines:
             return []
         alike: dict[tuple[Any, ...], tuple[list[Pipeline], list[Variant], bool]] = {}
-        for dp in dict.fromkeys(pipeline.dp for pipeline in pipelines):
-            here = [pipeline for pipeline in pipelines if pipeline.dp == dp]
+        alone: dict[tuple[int, bool], list[Pipeline]] = {}  # of as many data ranks, whose variants are the same
+        for pipeline in pipelines:
+            alone.setdefault((pipeline.dp, pipeline.schedule in SPLIT_BACKWARD), []).append(pipeline)
+        for (dp, _), here in alone.items():
             apart: dict[tuple[Variant | None, bool], list[Variant]] = {}
-            for variant in space.variants(family, self.workload, dp, here[0].pp):
+            for variant in space.variants(family, self.workload, here[0]):
                 own = self._sharded(family, here[0], variant) or variant.zero == 3
                 apart.setdefault((variant if own else None, variant.offload == "activations"), []).append(variant)
             for (own_variant, _), variants in apart.items():

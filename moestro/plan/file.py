@@ -8,6 +8,7 @@ from moestro.config.load import load_config, to_toml
 from moestro.config.plan import Plan
 from moestro.errors import MoestroError
 from moestro.graph.convert import overrides_of
+from moestro.parallel.layout import resolve_layout
 from moestro.predict.words import Prediction
 
 
@@ -21,6 +22,7 @@ def write_plan(
     """
     settings = [f"train.checkpoint_every={every}"] if every is not None else []
     config = load_config(preset, [*overrides, *overrides_of(plan), *settings]).config
+    resolve_layout(config, plan.world_size)  # refused here, not when it starts
     step = found.step_s
     comments = [
         f"planned for {plan.world_size} devices: {found.profile}",

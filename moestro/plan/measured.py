@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
-from moestro.graph.count import split_layers
 from moestro.hardware.fits import usable_bytes
+from moestro.plan.ilp.balance import SHARE
 from moestro.plan.ilp.improve import best_placement
-from moestro.plan.ilp.instance import plan_of, stages_of
-from moestro.plan.ilp.stages import Extra, Layers, Placement, Stages, rank_bytes
+from moestro.plan.ilp.instance import placement_of, plan_of, stages_of
+from moestro.plan.ilp.stages import Extra, Layers, Stages, rank_bytes
 from moestro.predict.dry_run import PLAIN, StageMemory
 from moestro.predict.memory import outside_bytes
 from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.probe_rounds import unlike_layers
 from moestro.predict.target import Target
-
-SHARE = 0.98  # of a device's memory, that a plan may need
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def measured_of(workload: Workload, plan: Plan, target: Target, memory: StageMem
     kinds = (PLAIN, plan.recompute) if workload.trainer == "megatron" and plan.recompute != PLAIN else (plan.recompute,)
     stages, _ = measured_stages(workload, plan, target, memory, float("inf"), kinds)
     step_s = predict_step(workload, plan, target, exact=plan.pp > 1).step_s.value
-    return MeasuredPlan(plan, tuple(rank_bytes(stages, _placement(stages, workload, plan, kinds))), step_s)
+    return MeasuredPlan(plan, tuple(rank_bytes(stages, placement_of(plan, stages, kinds))), step_s)
 
 
 def room_bytes(workload: Workload, plan: Plan, target: Target) -> float:
@@ -149,27 +147,3 @@ def _end_bytes(memory: StageMemory, end: str, kinds: Sequence[str], unlike: Sequ
             taken = (run.count * (run.held_bytes + flying * run.kept_bytes[number]) for run in unlike)
             return memory.end_bytes[name] - sum(taken)
     raise MoestroError(f"no {end} stage with layers of '{kinds[0]}' was probed: add it to the dry run")
-
-
-def _placement(stages: Stages, workload: Workload, plan: Plan, kinds: Sequence[str]) -> Placement:
-    """The plan's own: layers in their order, of each stage the first so many recomputed."""
-    left, found = [run.count for run in stages.layers], []
-    for number, layers in enumerate(split_layers(workload.model.num_layers, plan)):
-        size, is_last = len(layers), number == plan.pp * plan.vpp - 1
-        again = _again(plan, number) if len(kinds) == 2 else 0
-        own = []
-        for run, layer in enumerate(stages.layers):
-            count = (layer.count if is_last else 0) if layer.at_end else min(left[run], size)
-            size -= 0 if layer.at_end else count
-            left[run] -= count
-            twice = min(count, again)
-            again -= twice
-            own.append((count - twice, twice) if len(kinds) == 2 else (count,))
-        found.append(tuple(own))
-    return tuple(found)
-
-
-def _again(plan: Plan, stage: int) -> int:
-    if plan.recompute_per_stage is not None:
-        return plan.recompute_per_stage[stage]
-    return 10**9 if plan.recompute_layers is None else plan.recompute_layers

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from moestro.config.plan import Plan, Workload, misfits
 from moestro.errors import MoestroError
-from moestro.graph.count import count_step
+from moestro.graph.count import count_step, split_layers
 from moestro.hardware.fits import usable_bytes
 from moestro.plan.ilp.balance import SHARE, balance
 from moestro.predict.pools import Part, deep_in_flight, parts_of_ranks
@@ -186,7 +186,7 @@ def _moved(workload: Workload, placed: Placed) -> Placed:
     """With layers moved one by one to the stage before or after, as long as the step gets shorter and it fits."""
     best, left = placed, TRIES
     while left:
-        sizes = best.plan.layers_per_stage or _even(workload.model.num_layers, best.plan.pp * best.plan.vpp)
+        sizes = [len(layers) for layers in split_layers(workload.model.num_layers, best.plan)]
         for other in _neighbours(sizes):
             left -= 1
             one = _placed(workload, best.plan.model_copy(update={"layers_per_stage": other}), best.target)
@@ -197,11 +197,6 @@ def _moved(workload: Workload, placed: Placed) -> Placed:
         if one.fits and one.step_s < best.step_s:
             best = one
     return best
-
-
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    size, more = divmod(layers, stages)
-    return tuple(size + (stage < more) for stage in range(stages))
 
 
 def _neighbours(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from moestro.config.plan import Workload
-from moestro.plan.candidates import MIB, Best
+from moestro.plan.candidates import Best
 from moestro.plan.evaluate import Base, Evaluator, Group, seconds_of
 from moestro.plan.frame import Floats
 from moestro.plan.held import logits_spared
-from moestro.plan.objective import Goal, Numbers, outcome, score
+from moestro.plan.objective import MIB, Goal, Numbers, outcome, score
 from moestro.predict.constants import Constants
 from moestro.predict.memory import FRAGMENTATION
 

@@ -144,7 +144,7 @@ def _one_by_one(
         told()
         tally.families += 1
         for pipeline in space.pipelines(family, workload, devices):
-            for variant in space.variants(family, workload, pipeline.dp, pipeline.pp):
+            for variant in space.variants(family, workload, pipeline):
                 plan = plan_of(family, pipeline, variant, target.place.node_size)
                 tally.plans += 1
                 tally.evaluated += 1

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from moestro.config.model import ModelConfig
 from moestro.config.plan import Plan, Schedule, Workload, cut_heads
 from moestro.errors import MoestroError
 from moestro.predict.orders import SPLIT_BACKWARD, pipeline_orders
 
 MOST_VPP = 8
 CHUNKS = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences in each
 CHUNKS_OF_SCHEDULE = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "dualpipe": 1, "zbv": 2, "dualpipev": 2}
 
 
@@ -97,7 +97,7 @@ class Space:
         values = (getattr(self, name) for name in Family._fields)
         seen = set()
         for family in (Family(*choice) for choice in product(*values)):
-            family = _plain(family, workload.model)
+            family = _plain(family, workload)
             if family not in seen and _allowed(family, workload):
                 seen.add(family)
                 yield family
@@ -122,9 +122,10 @@ class Space:
                     for some in again:
                         yield Pipeline(pp, dp, vpp, schedule, some, micro_batches)
 
-    def variants(self, family: Family, workload: Workload, dp: int, pp: int) -> list[Variant]:
-        """Those that mean something with so many data and pipeline ranks, and that the workload's trainer can do. What is
-        in flight is offloaded, which is nothing without a pipeline."""
+    def variants(self, family: Family, workload: Workload, pipeline: Pipeline) -> list[Variant]:
+        """Those that mean something with so many data and pipeline ranks, and that the workload's trainer can do. What
+        is in flight is offloaded, which is nothing without a pipeline."""
+        ours, dp = workload.trainer == "moestro", pipeline.dp
         ranks = dp * family.cp
         found = dict.fromkeys(
             Variant(zero, shard if zero else None, offload, bucket, gradients, parameters)
@@ -133,9 +134,10 @@ class Space:
                 self.overlap_gradients, self.overlap_parameters,
             )
             if not (zero and shard is not None and (shard >= ranks or ranks % shard))
-            and not (pp == 1 and offload == "activations")
-            and not (zero == 1 and shard is not None and workload.trainer == "moestro")
-            and not (zero >= 2 and dp == 1 and workload.trainer == "moestro")
+            and not (pipeline.pp == 1 and offload == "activations")
+            and not (ours and zero == 1 and shard is not None)
+            and not (ours and zero >= 2 and dp == 1)
+            and not (ours and zero == 3 and pipeline.pp > 1 and pipeline.schedule in SPLIT_BACKWARD)
         )  # fmt: skip
         return list(found)
 
@@ -169,7 +171,6 @@ def space_of(
     experts = 1 if moe is None else moe.resolved_num_experts
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     several = moe is not None and devices > 1
-    least = max(1, workload.global_batch_size // devices)
     ours = workload.trainer == "moestro"
     space = Space(
         tp=tuple(n for n in powers if n <= node_size and devices % n == 0 and not cut_heads(workload, n)),
@@ -178,7 +179,7 @@ def space_of(
         etp=(1,) if moe is None else (0,) if ours else (1, 0),
         sequence_parallel=(True,),
         context=("ring", "all_gather") if ours else ("ring",),
-        micro_batch_size=tuple(n for n in powers if n <= 16 and n <= max(least, 16)),
+        micro_batch_size=MICRO_BATCHES,
         recompute=("none", "block") if ours else ("none", "selective", "block"),
         expert_chunks=CHUNKS if moe is not None else (1,),
         expert_recompute=(False, True) if moe is not None else (False,),
@@ -198,13 +199,18 @@ def space_of(
         overlap_gradients=(True,),
         overlap_parameters=(True,),
     )
-    unknown = set(given or ()) - {field.name for field in fields(Space)}
+    return _narrowed(space, workload, given or {})
+
+
+def _narrowed(space: Space, workload: Workload, given: Mapping[str, tuple[Any, ...]]) -> Space:
+    """To the values that are given."""
+    unknown = set(given) - {field.name for field in fields(Space)}
     if unknown:
         known = ", ".join(field.name for field in fields(Space))
         raise MoestroError(f"a search has no plan.{min(unknown)}; it has {known}")
-    for name, values in (given or {}).items():
+    for name, values in given.items():
         _check(name, values)
-    space = replace(space, **dict(given or {}))
+    space = replace(space, **given)
     refused = [why for tp in space.tp for why in cut_heads(workload, tp)[:1]]
     if len(refused) == len(space.tp):
         raise MoestroError(refused[0])
@@ -224,8 +230,9 @@ def _check(name: str, values: tuple[Any, ...]) -> None:
                     raise MoestroError(f"plan.{name} = {value}: {found['msg']}") from error
 
 
-def _plain(family: Family, model: ModelConfig) -> Family:
+def _plain(family: Family, workload: Workload) -> Family:
     """With the usual value where a choice means nothing."""
+    model = workload.model
     changes: dict[str, Any] = {"etp": family.etp or family.tp}  # 0: as tp
     if family.cp == 1:
         changes["context"] = "ring"
@@ -235,6 +242,8 @@ def _plain(family: Family, model: ModelConfig) -> Family:
         changes.update(etp=1, expert_chunks=1, expert_recompute=False)
     if model.moe is None or family.ep == 1:
         changes.update(dispatch="all_to_all", overlap_dispatch=False)
+    if workload.trainer == "moestro" and family.expert_chunks == 1:
+        changes["overlap_dispatch"] = False  # ours hides the dispatch of one chunk behind another
     return family._replace(**changes)
 
 

@@ -1,5 +1,7 @@
 """The key figures of a run in the terminal."""
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -31,3 +33,10 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
     console.print(grid)
     for note in run.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
+
+
+def goodput_data(run_dir: Path) -> dict[str, float | None]:
+    """Every field of `resilience.goodput.Goodput`, and what follows from them; None for what is not known."""
+    measured = measure_goodput(run_dir)
+    derived = {name: getattr(measured, name) for name in ("goodput", "mttf_s", "mttr_s", "training", "predicted")}
+    return {key: value if math.isfinite(value) else None for key, value in (asdict(measured) | derived).items()}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,10 +172,11 @@ def _log_every(steps: Mapping[int, Record]) -> float:
 
 
 def _wall(folder: Path, events: list[dict[str, Any]], steps: Iterable[Record]) -> float:
-    """From each start to its end, and the pauses between a fault and the next start."""
+    """From the first start to the last end, of each time that the run was supervised; pauses before restarts count."""
     starts = attempts_of(folder)
     if starts:
-        return starts[-1].ended - starts[0].started
+        begins = [i for i, one in enumerate(starts) if one.number == 0 or i == 0]
+        return sum(starts[end - 1].ended - starts[begin].started for begin, end in pairwise([*begins, len(starts)]))
     moments = [when for one in events if (when := _moment(one.get("time"))) is not None]
     if len(moments) > 1:
         return moments[-1] - moments[0]
@@ -184,7 +186,7 @@ def _wall(folder: Path, events: list[dict[str, Any]], steps: Iterable[Record]) -
 def _interval(events: list[dict[str, Any]]) -> float:
     """Steps between two checkpoints, the median."""
     steps = [one["step"] for one in events if one.get("event") == "checkpoint" and isinstance(one.get("step"), int)]
-    gaps = sorted(later - earlier for earlier, later in zip(steps, steps[1:], strict=False) if later > earlier)
+    gaps = sorted(later - earlier for earlier, later in pairwise(steps) if later > earlier)
     return float(gaps[len(gaps) // 2]) if gaps else math.nan
 
 

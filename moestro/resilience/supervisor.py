@@ -55,13 +55,18 @@ def supervise(config: Config, arguments: Sequence[str], ranks: int, say: Callabl
     folder = Path(config.run.dir) / config.run.name
     if config.run.resume == "never" and (folder / "config.toml").exists():
         raise MoestroError(f"{folder} already holds a run; continue it with run.resume=auto or choose another run.name")
-    layouts = [stretch.layout for stretch in resolve_stretches(config, ranks)]
-    alike = all(layout.pp == 1 and layout.ep == 1 for layout in layouts)
     again = [*command, "run.resume=auto"]
     watched = Supervisor(
-        command, again, ranks, folder, config.supervise, say, lambda n: resolve_stretches(config, n), alike=alike
-    )
+        command, again, ranks, folder, config.supervise, say, lambda n: resolve_stretches(config, n),
+        alike=has_alike_ranks(config, ranks),
+    )  # fmt: skip
     return watched.run()
+
+
+def has_alike_ranks(config: Config, ranks: int) -> bool:
+    """Whether all have the same work: no stages of a pipeline, no experts of their own."""
+    layouts = [stretch.layout for stretch in resolve_stretches(config, ranks)]
+    return all(layout.pp == 1 and layout.ep == 1 for layout in layouts)
 
 
 class Supervisor:

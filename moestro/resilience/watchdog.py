@@ -128,7 +128,10 @@ class Watchdog:
             return None
         waited, rank = max(quiet)
         state = states.get(rank, "?")
-        return Hang(rank, waited, {"silent_s": round(waited, 1), "state": state, "stopped": state in "Tt"})
+        what = f"it told nothing for {waited:.1f} s" + (", as its process is stopped" if state in "Tt" else "")
+        return Hang(
+            rank, waited, {"what": what, "silent_s": round(waited, 1), "state": state, "stopped": state in "Tt"}
+        )
 
     def _stuck(self, beats: Sequence[Beat | None], now: float) -> Hang | None:
         """Nothing moves on any rank."""
@@ -137,7 +140,9 @@ class Watchdog:
         if waited <= limit:
             return None
         rank, evidence = culprit(beats)
-        return Hang(rank, waited, {"waited_s": round(waited, 1), "limit_s": round(limit, 1), **evidence})
+        what = f"nothing moved for {waited:.1f} s, {waited - limit:.1f} s longer than it may"
+        figures = {"waited_s": round(waited, 1), "limit_s": round(limit, 1)}
+        return Hang(rank, waited, {"what": what, **figures, **evidence})
 
 
 def culprit(beats: Sequence[Beat | None]) -> tuple[int | None, dict[str, Any]]:

@@ -65,7 +65,8 @@ class Heartbeat:
         self._folder = watched_folder()
         self._waits_show = waits_show
         self._main = threading.get_ident()
-        self._own_total_s, self._own_told = 0.0, (0, 0.0)  # since the start; step and total at the last new own_s
+        # Own time since the start, and (steps, own time) at the end of the last step and of the last one told.
+        self._own_total_s, self._own_step, self._own_told = 0.0, (0, 0.0), (0, 0.0)
         self._rank, self._step, self._since = rank, 0, time.monotonic()
         self._phase: Phase = "start"
         self._step_s: float | None = None
@@ -103,8 +104,9 @@ class Heartbeat:
         return self._step
 
     def took(self, step_s: float) -> None:
-        """How long the last step was."""
+        """A step is done, and was so long."""
         self._step_s = step_s
+        self._own_step = self._own_step[0] + 1, self._own_total_s
 
     def _beat(self, path: Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -144,10 +146,10 @@ class Heartbeat:
         return code.co_name in WAITING or any(part in code.co_filename for part in WAITS)
 
     def _take_own(self) -> None:
-        step, total = self._own_told
-        if self._waits_show and self._step > step:
-            self._own_s = (self._own_total_s - total) / (self._step - step)
-            self._own_told = self._step, self._own_total_s
+        done, (told_step, told_total) = self._own_step, self._own_told
+        step, total = done
+        if self._waits_show and step > told_step:
+            self._own_s, self._own_told = (total - told_total) / (step - told_step), done
 
 
 def is_watched() -> bool:

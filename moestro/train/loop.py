@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from moestro.data.batches import TrainStream, ValidationStream
 from moestro.data.prepare import PreparedData, prepare
 from moestro.data.reference import xz_bits_per_byte
 from moestro.errors import MoestroError
-from moestro.hardware.device import device_name, resolve_device, synchronize
+from moestro.hardware.device import resolve_device, synchronize
 from moestro.hardware.peak import measure_gemm_flops
 from moestro.model.ops import product_dtype
 from moestro.parallel.build import DTYPES, buffers
 from moestro.parallel.comm import Group, all_reduce, rank_in
-from moestro.parallel.experts import ExpertMix
 from moestro.parallel.logical import LogicalTensor
 from moestro.parallel.process import connected, this_rank, world_size
 from moestro.train.begin import begin, open_folder, trimmed_data, with_vocabulary
@@ -30,15 +29,17 @@ from moestro.train.cause import tell_cause
 from moestro.train.clock import StepClock
 from moestro.train.engine import build_engine, build_update, change_engine
 from moestro.train.evaluate import EvalResult, evaluate
-from moestro.train.folder import RunFolder, environment
+from moestro.train.folder import RunFolder
+from moestro.train.guard_loop import Guard
 from moestro.train.heartbeat import Heartbeat
 from moestro.train.incidents import Incident, record
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
+from moestro.train.notes import data_record, environment_record, layout_notes, over_budget_notes
 from moestro.train.phases import Stretch, resolve_stretches
 from moestro.train.progress import TrainProgress
 from moestro.train.schedule import schedules
-from moestro.train.step import NonFiniteError, StepResult, train_step
+from moestro.train.step import BadStepError, StepResult, train_step
 from moestro.train.together import agreed_signal, main_first, on_main
 from moestro.train.trackers import Trackers
 
@@ -97,24 +98,22 @@ class _Trainer:
         self.config, self.folder, self.prepared, self.device, self.main = config, folder, prepared, device, main
         self.pulse = pulse
         self.stretches, self.schedules = resolve_stretches(config, ranks), schedules(config)
-        self.stretch = first = self.stretches[0]
+        first = self.stretches[0]
         self.trimmed = [data for data, _ in trimmed]
         self.notices = list(dict.fromkeys([*prepared.notices, *(note for _, notes in trimmed for note in notes)]))
-        batch_size = first.config.train.global_batch_size
-        self.stream = TrainStream(self.trimmed[0], first.config.data, config.run.seed, batch_size=batch_size)
-        self.validation = ValidationStream(prepared, first.config.data)
         self.engine, parts = build_engine(first.config, first.layout, device)
         self.world: Group = self.engine.mesh.world
         self.update = build_update(config, self.engine, parts)
+        self.guard = Guard(config, folder, self.engine, self.update)
+        self._begin(first)
         self.saver = AsyncSaver(self.world) if config.train.async_checkpoints else None
-        self.counts = count(config.model, first.config.data.seq_len)
         dtype = product_dtype(torch.empty(0, dtype=DTYPES[config.train.dtype], device=device))
         # All ranks measure at once, as they will compute: ranks that share a device share its rate.
         rate = torch.tensor(measure_gemm_flops(device, dtype), dtype=torch.float64)
         self.peak_flops = float(all_reduce(rate, self.world))
         self.progress = Progress(step=0, tokens=0, train_time_s=0.0)
         self.moe_layers = [i for i, is_moe in enumerate(config.model.moe_blocks) if is_moe]
-        self._environment(str(dtype).removeprefix("torch."))
+        self._write_environment(str(dtype).removeprefix("torch."))
 
     def run(self) -> TrainResult:
         config, train_config = self.config, self.config.train
@@ -123,28 +122,36 @@ class _Trainer:
         evaluation = None
         try:
             with StopRequest() as stop, TrainProgress(train_config.steps, self.progress.step, self.main) as bar:
-                for note in (*self.notices, *notes, *self._layout_notes()):
+                for note in (*self.notices, *notes, *layout_notes(self.engine, self.update)):
                     bar.say(note)
                 stopped = agreed_signal(self.world, stop.requested)
                 while self.progress.step < train_config.steps and not stopped:
                     self._advance(bar)
-                    self._step(bar, trackers)
+                    is_done = self._step(bar, trackers)
                     stopped = agreed_signal(self.world, stop.requested)
                     step = self.progress.step
+                    if not is_done:
+                        continue
                     if _due(step, train_config.eval_every) and step < train_config.steps:
                         self._evaluate(bar, trackers, train_config.eval_batches)
-                    if _due(step, train_config.checkpoint_every) and step < train_config.steps:
+                    if (
+                        _due(step, train_config.checkpoint_every)
+                        and step < train_config.steps
+                        and not self.guard.is_suspect
+                    ):
                         self._save(bar)
                     self._tell(bar, self.saver.poll() if self.saver else None)
                 self._tell(bar, self.saver.wait() if self.saver else None)
-                self._save_now()
                 finished = self.progress.step >= train_config.steps
+                if finished or not self.guard.is_suspect:
+                    self._save_now()
                 if finished:
                     self._advance(bar)  # a finished run that was resumed is still at its start
                     bar.say(f"evaluating all held-out text: {self.validation.num_sequences} sequences")
                     evaluation = self._evaluate(bar, trackers, None)
                     self._write_references()
-                    self._tell_over_budget(bar)
+                    for note in over_budget_notes(self.engine):
+                        bar.say(note)
                     self.folder.event("finish", self.progress.step)
                 else:
                     self.folder.event("interrupt", self.progress.step, signal=stopped)
@@ -161,10 +168,14 @@ class _Trainer:
         if path is None:
             self.folder.event("start", 0, init_from=self.config.run.init_from)
             return [*notes, *self._initialise()]
-        self.progress = load_checkpoint(path, self._state(), self.world)
-        self.update.after_load()
+        self._load(path)
         self.folder.event("resume", self.progress.step, checkpoint=path.name)
         return [*notes, f"resumed from {path}"]
+
+    def _load(self, path: Path) -> None:
+        self.progress = load_checkpoint(path, self._state(), self.world)
+        self.update.after_load()
+        self.guard.resumed(self.progress)
 
     def _initialise(self) -> list[str]:
         """Take the weights and the balancing state from run.init_from, if that is set; the optimizer starts anew."""
@@ -187,10 +198,20 @@ class _Trainer:
             self.folder.event("phase", step, number=stretch.phase, **settings, lr=lr)
             bar.say(f"phase {stretch.phase}: {', '.join(f'{key} {value}' for key, value in settings.items())}")
 
+    def _begin(self, first: Stretch) -> None:
+        config = first.config
+        batch_size = config.train.global_batch_size
+        self.stream = TrainStream(self.trimmed[0], config.data, config.run.seed, batch_size=batch_size)
+        self.validation = ValidationStream(self.prepared, config.data)
+        self.counts = count(config.model, config.data.seq_len)
+        self.stretch, self.guard.first = first, 1
+
     def _enter(self, stretch: Stretch) -> None:
         config, before = stretch.config, self.stretch
         batch_size = config.train.global_batch_size
         self.stream = self.stream.then(self.trimmed[stretch.phase], config.data, stretch.first_sample, batch_size)
+        if stretch.phase != before.phase:
+            self.guard.first = stretch.first_step + 1
         if config.data.seq_len != before.config.data.seq_len:
             self.validation = ValidationStream(self.prepared, config.data)
         self.engine = change_engine(self.engine, config, stretch.layout)
@@ -200,8 +221,12 @@ class _Trainer:
     def _lr_factor(self, step: int) -> float:
         return next(s for s in reversed(self.schedules) if s.first_step <= step).factor(step)
 
-    def _step(self, bar: TrainProgress, trackers: Trackers) -> None:
+    def _step(self, bar: TrainProgress, trackers: Trackers) -> bool:
+        """Do the next step, or pass it over. Returns False where the run went back instead."""
         config, step = self.config, self.progress.step
+        self.guard.step = step + 1
+        if step + 1 in self.guard.skipped:
+            return self._pass_over(bar)
         factor = self._lr_factor(step)
         self.update.set_learning_rate(factor)
         layout = self.engine.mesh.layout
@@ -213,27 +238,63 @@ class _Trainer:
         start, clock = time.perf_counter(), StepClock(self.device)
         self.pulse.at("passes")
         try:
-            result = train_step(self.engine, self.update, batches, config.train.grad_clip, clock.mark)
+            result = train_step(self.engine, self.update, batches, config.train.grad_clip, clock.mark, self.guard.check)
         except torch.OutOfMemoryError as error:
             raise MoestroError(
                 f"out of memory on {self.device} at step {step + 1}; lower train.micro_batch_size (now {micro}) or set "
                 'train.recompute="block" or train.dtype="bf16"'
             ) from error
-        except NonFiniteError as error:
-            self.folder.event("non_finite", step, detail=str(error))
-            raise MoestroError(
-                f"training diverged at step {step + 1} ({error}); the weights were not updated. Lower optim.lr or set "
-                "train.grad_clip, and resume from the last checkpoint or start again"
-            ) from error
+        except BadStepError as error:
+            return self._refused(error, bar)
         synchronize(self.device)
         step_s = time.perf_counter() - start
         self.pulse.took(step_s)
+        saves = _due(step + 1, config.train.checkpoint_every) or step + 1 == config.train.steps
+        if (bad := self.guard.look(result, saves)) is not None:
+            return self._refused(bad, bar)
         self.pulse.at("log", step + 1)
         done = self.progress
         self.progress = Progress(step + 1, done.tokens + result.tokens, done.train_time_s + step_s)
         if _due(step + 1, config.train.log_every) or step + 1 == config.train.steps:
             parts = {"data": start - asked, **clock.seconds()}
             self._log(result, factor * config.optim.lr, step_s, parts, bar, trackers)
+        return True
+
+    def _pass_over(self, bar: TrainProgress) -> bool:
+        self.progress = replace(self.progress, step=self.progress.step + 1)
+        self.folder.event("skip", self.progress.step)
+        bar.say(f"step {self.progress.step} is passed over")
+        return True
+
+    def _refused(self, bad: BadStepError, bar: TrainProgress) -> bool:
+        """The weights are as before the step. Returns whether the step counts as passed over, or the run went back."""
+        self.folder.event(bad.signal, self.progress.step, detail=str(bad))
+        if self.guard.passes_over(bad):
+            bar.say(f"step {self.progress.step + 1}: {bad}")
+            return self._pass_over(bar)
+        self._roll_back(bad, bar)
+        return False
+
+    def _roll_back(self, bad: BadStepError, bar: TrainProgress) -> None:
+        """Load the newest good checkpoint in place.
+
+        Raises:
+            MoestroError: there is none, or the run went back to it too often.
+        """
+        start, lost = time.perf_counter(), self.progress
+        self._tell(bar, self.saver.wait() if self.saver else None)
+        path, notes = newest_good(self.folder.checkpoints, self.world)
+        if path is None or not self.guard.may_go_back_to(path):
+            self.guard.note(bad.signal, "stop", bad.evidence)
+            raise MoestroError(self.guard.last_words(bad)) from bad
+        if self.stretch is not self.stretches[0]:
+            self._begin(self.stretches[0])
+            self.engine = change_engine(self.engine, self.stretch.config, self.stretch.layout)
+        self._load(path)
+        skips = self.guard.goes_back(bad, path, lost, time.perf_counter() - start)
+        self.folder.event("roll_back", self.progress.step, checkpoint=path.name, signal=bad.signal, skips=skips)
+        for note in (*notes, f"step {lost.step + 1}: {bad.signal.replace('_', ' ')} ({bad}); back to {path.name}"):
+            bar.say(note)
 
     def _log(
         self, result: StepResult, lr: float, step_s: float, parts: dict[str, float], bar: TrainProgress,
@@ -271,13 +332,16 @@ class _Trainer:
             self._save_now()
         else:
             keep = self.config.train.keep_checkpoints
-            self._tell(bar, self.saver.save(self.folder.checkpoints, self._state(), self.progress, keep))
+            self._tell(
+                bar, self.saver.save(self.folder.checkpoints, self._state(), self.guard.noted(self.progress), keep)
+            )
 
     def _save_now(self) -> None:
         keep = self.config.train.keep_checkpoints
         self.pulse.at("checkpoint")
         start = time.perf_counter()
-        path = save_checkpoint(self.folder.checkpoints, self._state(), self.progress, keep, self.world)
+        progress = self.guard.noted(self.progress)
+        path = save_checkpoint(self.folder.checkpoints, self._state(), progress, keep, self.world)
         stall_s = round(time.perf_counter() - start, 3)
         self.folder.event("checkpoint", self.progress.step, path=path.name, stall_s=stall_s)
 
@@ -293,47 +357,14 @@ class _Trainer:
             self.folder.event("checkpoint_failed", step, detail=str(saved.error))
             bar.say(f"{saved.error}; training goes on")
 
-    def _layout_notes(self) -> list[str]:
-        layout = self.engine.mesh.layout
-        if layout.world_size == 1:
-            return []
-        extra = self.update.exchange_bytes
-        muon = f"; Muon's exchange of cut matrices takes {extra / 2**20:.1f} MiB on this rank" if extra else ""
-        return [f"{layout.world_size} ranks: {layout.describe()}{muon}"]
-
-    def _tell_over_budget(self, bar: TrainProgress) -> None:
-        """Of expert_chunks = "auto": layers that did not fit in the most chunks it may take."""
-        mixes = {layer.mix for model in self.engine.models for layer in model.moe_layers()}
-        here = sum(mix.over_budget for mix in mixes if isinstance(mix, ExpertMix))
-        over = int(all_reduce(torch.tensor(here), self.world, dist.ReduceOp.MAX))
-        if over:
-            bar.say(f"{over} times a layer's experts exceeded train.expert_memory_mib even in 8 chunks; raise it")
-
     def _state(self) -> dict[str, LogicalTensor]:
         """Everything a checkpoint holds, as this rank's parts of it."""
         return self.update.parameters_state() | buffers(self.engine.models) | self.update.state()
 
-    def _environment(self, peak_dtype: str) -> None:
-        data = {
-            "notices": self.notices,
-            "skipped": self.prepared.skipped,
-            "train_tokens": self.stream.tokens,
-            "validation_bytes": self.validation.bytes,
-            "fill": self.stream.fill,
-        }
-        record = environment(device_name(self.device)) | {
-            "device": str(self.device),
-            "world_size": self.engine.mesh.layout.world_size,
-            "layout": self.engine.mesh.layout.describe(),
-            "muon_exchange_bytes": self.update.exchange_bytes,
-            "peak_flops_measured": self.peak_flops,
-            "peak_dtype": peak_dtype,
-            "total_params": self.counts.total_params,
-            "active_params": self.counts.active_params,
-            "flops_per_token": self.counts.train_flops_per_token,
-            "data": data,
-        }
-        self.folder.write("environment.json", json.dumps(record, indent=1))
+    def _write_environment(self, peak_dtype: str) -> None:
+        data = data_record(self.prepared, self.notices, self.stream, self.validation)
+        facts = environment_record(self.engine, self.update, self.counts, data, self.peak_flops, peak_dtype)
+        self.folder.write("environment.json", json.dumps(facts, indent=1))
 
     def _write_references(self) -> None:
         if self.main:

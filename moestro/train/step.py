@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from moestro.data.batches import IGNORE, Batch
 from moestro.model.moe.router import num_sums
 from moestro.parallel.comm import all_reduce
 from moestro.train.engine import Engine
+from moestro.train.incidents import Signal
 from moestro.train.stage import MicroBatch
 
 
@@ -39,8 +40,20 @@ class StepResult:
     layers: list[LayerLoad]  # of all MoE blocks of the model
 
 
-class NonFiniteError(RuntimeError):
-    """The gradient of a step is NaN or infinite; nothing was updated."""
+class BadStepError(RuntimeError):
+    """A step that must not change the weights, and has not. signal: what is wrong with it; evidence: its figures."""
+
+    def __init__(self, signal: Signal, text: str, evidence: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.signal, self.evidence = signal, evidence
+
+
+class NonFiniteError(BadStepError):
+    """The loss or the gradient of a step is NaN or infinite; nothing was updated."""
+
+    def __init__(self, loss: float, grad_norm: float) -> None:
+        text = f"gradient norm {grad_norm}, loss {loss}"
+        super().__init__("non_finite", text, {"loss": str(loss), "grad_norm": str(grad_norm)})
 
 
 class Updates(Protocol):
@@ -58,15 +71,17 @@ def train_step(
     batches: list[Batch],
     grad_clip: float | None,
     mark: Callable[[str], None] = lambda part: None,
+    check: Callable[[Tensor, Tensor], None] = lambda loss, grad_norm: None,
 ) -> StepResult:
     """Run one step over `batches`, this rank's micro-batches of one global batch. mark: called at the end of each part
-    of the step ("passes", "reduce", "update") with its name.
+    of the step ("passes", "reduce", "update") with its name. check: called before the update with the step's loss and
+    gradient norm, which are finite; raises BadStepError on every rank where there must be no update.
 
     The gradient is that of Σ nll / (predicted tokens of the global batch) + balance losses averaged over its valid
     tokens, so that it does not depend on how the batch is cut into micro-batches, nor over which ranks.
 
     Raises:
-        NonFiniteError: on every rank, before the weights are touched.
+        BadStepError: on every rank, before the weights are touched.
     """
     valid = [int((batch.document_ids >= 0).sum()) for batch in batches]
     predicted = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
@@ -78,9 +93,13 @@ def train_step(
     update.reduce_gradients()
     mark("reduce")
     grad_norm = update.clip(float("inf") if grad_clip is None else grad_clip)
-    if not torch.isfinite(grad_norm):
+    try:
+        if not torch.isfinite(grad_norm + figures.loss):
+            raise NonFiniteError(figures.loss.item(), grad_norm.item())
+        check(figures.loss, grad_norm)
+    except BadStepError:
         update.zero_grad()
-        raise NonFiniteError(f"gradient norm {grad_norm.item()}, loss {figures.loss.item()}")
+        raise
     update.step()
     update.zero_grad()
     for model in engine.models:

@@ -14,6 +14,8 @@ from moestro.ui.picked import FINER, LAYOUT, OPTIMIZERS, PRECISIONS, TRAINERS, P
 from moestro.ui.state import View, in_force, offered, shown
 from moestro.ui.words import HELP, LABELS
 
+NUMBERED = ("pp", "vpp", "tp", "cp", "ep", "etp", "zero", "micro_batch_size", "expert_chunks")
+
 Pick = Callable[[Picked, str], None]
 
 
@@ -136,33 +138,35 @@ class Field:
         self._fixed = False
         with ui.element("div").classes("line") as self._line:
             _help(ui.label(LABELS[name]).classes("name"), name)
-            self._slider = ui.slider(min=0, max=1, value=0, on_change=self._slid)
-            self._slider.props(f'dense markers snap aria-label="{LABELS[name]}" data-name="{name}"')
-            self._list = ui.select([], on_change=self._listed).classes("list")
-            self._list.props(f'dense options-dense outlined data-name="{name}-list"')
-            self._value = ui.label().classes("value").props(f'data-name="{name}-value"')
+            # Only one of them: the browser works through every element of the page at every change.
+            self._slider: ui.slider | None = None
+            self._list: ui.select | None = None
+            if name in NUMBERED:
+                self._slider = ui.slider(min=0, max=1, value=0, on_change=self._slid)
+                self._slider.props(f'dense markers snap aria-label="{LABELS[name]}" data-name="{name}"')
+                self._value = ui.label().classes("value").props(f'data-name="{name}-value"')
+            else:
+                self._list = ui.select([], on_change=self._listed).classes("list")
+                self._list.props(f'dense options-dense outlined data-name="{name}"')
             self._best = ui.button("best", on_click=best).props("flat dense no-caps size=sm").classes("best")
-            self._best.tooltip("the value of this field that makes the step shortest, all else as it is")
+            self._best.props["title"] = "the value of this field that makes the step shortest, all else as it is"
             self._pin = ui.button(icon="lock_open", on_click=lambda: self._pinned(not self._fixed))
             self._pin.props(f'flat dense round size=sm data-name="{name}-pin"').classes("pin")
-            self._pin.tooltip("keep this value when a plan is searched for or mended")
+            self._pin.props["title"] = "keep this value when a plan is searched for or mended"
 
     def show(self, view: View) -> None:
         value, moot = in_force(view, self.name)
         self._values = offered(view, self.name, value)
-        words = not all(isinstance(one, int) and not isinstance(one, bool) for one in self._values)
         few = moot or len(self._values) < 2
         self._line.set_visibility(not (few and self.name in FINER))
-        self._slider.set_visibility(not words)
-        self._list.set_visibility(words)
-        self._value.set_visibility(not words)
-        if words:
+        if self._list is not None:
             self._list.set_options({one: shown(self.name, one) for one in self._values}, value=value)
-        else:
-            self._slider.props(f"max={max(1, len(self._values) - 1)}")
+            self._list.set_enabled(not few)
+        elif self._slider is not None:
+            self._slider.props["max"] = max(1, len(self._values) - 1)
             self._slider.set_value(self._values.index(value))
-        (self._list if words else self._slider).set_enabled(not few)
-        self._value.set_text("" if words else shown(self.name, value))
+            self._slider.set_enabled(not few)
+            self._value.set_text(shown(self.name, value))
         self._best.set_enabled(not few)
         self._fixed = self.name in view.picked.pins
         self._pin.props(f"icon={'lock' if self._fixed else 'lock_open'}")
@@ -243,5 +247,6 @@ def _card(title: str) -> ui.element:
 
 
 def _help(element: ui.element, name: str) -> None:
+    """Where the pointer rests on it, by the browser's own means: a component for each would slow every change."""
     if name in HELP:
-        element.tooltip(HELP[name])
+        element.props["title"] = HELP[name]

@@ -91,7 +91,7 @@ def exhaustive(case: Case) -> list[float]:
     found = []
     for family in space.families(work):
         for pipeline in space.pipelines(family, work, case.devices):
-            for variant in space.variants(family, work, pipeline.dp, pipeline.pp):
+            for variant in space.variants(family, work, pipeline):
                 plan = plan_of(family, pipeline, variant, target.place.node_size)
                 one = predict_step(work, plan, target, exact=True)
                 if one.memory.total <= limit:

@@ -50,7 +50,7 @@ def everything(work: Workload, target: Target, space: Space) -> list[tuple[Plan,
         (plan, predict_step(work, plan, target))
         for family in space.families(work)
         for pipeline in space.pipelines(family, work, 8)
-        for variant in space.variants(family, work, pipeline.dp, pipeline.pp)
+        for variant in space.variants(family, work, pipeline)
         for plan in [plan_of(family, pipeline, variant, 8)]
     ]
 

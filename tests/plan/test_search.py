@@ -34,7 +34,7 @@ def everything(work: Workload, target: Target, space: Space) -> list[Candidate]:
     found = []
     for family in space.families(work):
         for pipeline in space.pipelines(family, work, 8):
-            for variant in space.variants(family, work, pipeline.dp, pipeline.pp):
+            for variant in space.variants(family, work, pipeline):
                 plan = plan_of(family, pipeline, variant, 8)
                 one = predict_step(work, plan, target)
                 found.append(Candidate(one.step_s.value, one.memory.needed, one.memory.total, plan))

@@ -1,5 +1,6 @@
 """The space of plans: every one of them fits, and nothing that fits is missing."""
 
+import random
 from itertools import product
 
 import pytest
@@ -8,6 +9,7 @@ from moestro.config import load_config
 from moestro.config.plan import Plan, Workload, misfits
 from moestro.errors import MoestroError
 from moestro.graph.convert import overrides_of, workload_of
+from moestro.parallel.layout import resolve_layout
 from moestro.plan.space import plan_of, space_of
 
 
@@ -22,7 +24,7 @@ def plans(work: Workload, devices: int, node: int = 8, **given: tuple[object, ..
         plan_of(family, pipeline, variant, node)
         for family in space.families(work)
         for pipeline in space.pipelines(family, work, devices)
-        for variant in space.variants(family, work, pipeline.dp, pipeline.pp)
+        for variant in space.variants(family, work, pipeline)
     ]
 
 
@@ -40,11 +42,22 @@ def test_every_plan_fits_the_workload_and_uses_all_devices(trainer: str) -> None
         assert misfits(work, plan) == [], plan
 
 
-def test_what_the_trainer_cannot_do_is_not_in_its_space() -> None:
-    for plan in plans(workload(), 8, **FEW, vpp=(1, 2)):
-        if plan.zero != 3 and plan.overlap_gradients:
-            continue
-        overrides_of(plan)
+def test_the_trainer_starts_every_plan_of_its_space() -> None:
+    given = {
+        "expert_chunks": (1, 2),
+        "micro_batch_size": (1, 4),
+        "vpp": (1, 2),
+        "tp": (1, 2),
+        "cp": (1, 2),
+        "ep": (1, 8),
+    }
+    found = plans(workload(batch=16), 8, **given)
+    assert {"zbv", "dualpipev", "zero_bubble", "interleaved"} <= {plan.schedule for plan in found}
+    assert {0, 1, 2, 3} == {plan.zero for plan in found}
+    for plan in random.Random(0).sample(found, 60):
+        config = load_config("olmoe-1b-7b", ["train.global_batch_size=16", *overrides_of(plan)]).config
+        layout = resolve_layout(config, 8)
+        assert (layout.pp, layout.cp, layout.tp, layout.ep) == (plan.pp, plan.cp, plan.tp, plan.ep)
 
 
 def test_nothing_that_fits_is_missing() -> None:

@@ -10,7 +10,7 @@ from moestro.errors import MoestroError
 from moestro.graph.convert import workload_of
 from moestro.graph.count import count_step
 from moestro.hardware.figures import UNKNOWN, Figure
-from moestro.plan.space import space_of
+from moestro.plan.space import Pipeline, space_of
 from moestro.predict.memory import passing_bytes
 from moestro.predict.offload import REACHED, host_rate, optimizer_bytes, with_copies
 from moestro.predict.predict import predict_step, price_step
@@ -78,5 +78,6 @@ def test_it_is_searched_where_the_trainer_can_and_a_pipeline_holds_several() -> 
     assert space.offload == ("none", "optimizer", "activations")
     assert space_of(work.model_copy(update={"trainer": "moestro"}), 8, 8, offloads=True).offload == ("none",)
     family = next(space.families(work))
-    kinds = [{variant.offload for variant in space.variants(family, work, 4, pp)} for pp in (1, 2)]
+    pipelines = [Pipeline(pp, 4, 1, "1f1b", None, 2) for pp in (1, 2)]
+    kinds = [{variant.offload for variant in space.variants(family, work, one)} for one in pipelines]
     assert kinds == [{"none", "optimizer"}, {"none", "optimizer", "activations"}]

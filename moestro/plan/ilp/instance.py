@@ -6,7 +6,7 @@ from itertools import groupby
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
-from moestro.graph.count import count_step, rank_of
+from moestro.graph.count import count_step, rank_of, split_layers
 from moestro.graph.pieces import Pieces, pieces_of
 from moestro.graph.tape import stream_bytes
 from moestro.graph.words import Piece, StepGraph
@@ -76,17 +76,14 @@ def plan_of(plan: Plan, stages: Stages, placement: Placement, kinds: Sequence[st
 def placement_of(plan: Plan, stages: Stages, kinds: Sequence[str]) -> Placement:
     """Of a plan's layers and recomputation, as far as `kinds` can say it: the inverse of plan_of."""
     order = [n for n, run in enumerate(stages.layers) if not run.at_end for _ in range(run.count)]
-    size, more = divmod(len(order), len(stages.ranks))
-    sizes = plan.layers_per_stage or tuple(size + (stage < more) for stage in range(len(stages.ranks)))
-    found, start = [], 0
-    for stage, count in enumerate(sizes):
-        own = [order[start : start + count].count(n) for n in range(len(stages.layers))]
-        start += count
-        if stage == len(sizes) - 1:
+    found = []
+    for stage, layers in enumerate(split_layers(len(order), plan)):
+        own = [order[layers.start : layers.stop].count(n) for n in range(len(stages.layers))]
+        if stage == len(stages.ranks) - 1:
             own = [run.count if run.at_end else n for n, run in zip(own, stages.layers, strict=True)]
         again = sum(own) if plan.recompute == kinds[-1] else 0
-        if plan.recompute_per_stage is not None:
-            again = min(again, plan.recompute_per_stage[stage])
+        most = plan.recompute_layers if plan.recompute_per_stage is None else plan.recompute_per_stage[stage]
+        again = again if most is None else min(again, most)
         runs = []
         for n in own:
             twice = min(again, n)
