@@ -265,8 +265,8 @@ def check_change(cases: Sequence[Case]) -> Check:
         ours=f"{min(stale):.0%} to {max(stale):.0%} of the best with old counts, {min(anew):.0%} or more with new ones",
         how="simulated",
         verdict=verdict_of([min(anew) >= RESTORED, min(stale) < RESTORED]),
-        note=f"Every change to a slower link among {_list([c.link for c in cases], 1)} forward passes; the best has all "
-        "micro-batches in flight. The count follows from the link's time: one new measurement is enough.",
+        note=f"Every change to a slower link among {_list([c.link for c in cases], 1)} forward passes; the best has "
+        "all micro-batches in flight. The count follows from the link's time: one new measurement is enough.",
     )
 
 

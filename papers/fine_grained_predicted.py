@@ -90,8 +90,7 @@ def cheapest(top_k: int, granularity: int) -> tuple[Plan, Prediction]:
     target, asked = target_of("h100-sxm", DEVICES), workload(top_k, granularity)
     room = device_bytes(target, DEVICES) or float("inf")
     found = [(plan, predict_step(asked, plan, target)) for plan in layouts()]
-    fitting = [one for one in found if one[1].memory.needed <= room]
-    return min(fitting or found, key=lambda one: one[1].step_s.value)
+    return min((one for one in found if one[1].memory.needed <= room), key=lambda one: one[1].step_s.value)
 
 
 def check_price() -> Check:

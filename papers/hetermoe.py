@@ -212,11 +212,12 @@ def gains(one: Choice) -> tuple[float, float, float]:
 
 
 def check_planned(planned: dict[int, dict[str, Choice]]) -> Check:
-    every = {seq_len: [gains(one) for one in each.values()] for seq_len, each in planned.items()}
+    every = {seq_len: [gains(one) for one in some.values()] for seq_len, some in planned.items()}
     over_ep = {seq_len: sum(g[0] for g in some) / len(some) for seq_len, some in every.items()}
-    ideal, pipeline = (sum(g[k] for some in every.values() for g in some) / 10 for k in (1, 2))
+    each = [g for some in every.values() for g in some]
+    ideal, pipeline = (sum(g[k] for g in each) / len(each) for k in (1, 2))
     near = [abs(ours / OVER_EP[seq_len] - 1) <= NEAR for seq_len, ours in over_ep.items()]
-    right = [one.apart[0].attention_on == "a40" for each in planned.values() for one in each.values()]
+    right = [one.apart[0].attention_on == "a40" for some in planned.values() for one in some.values()]
     longest = {name: gains(one)[0] for name, one in planned[32_768].items()}
     return Check(
         claim="Attention on A40 and experts on V100 beats expert parallelism over both: 1.67 times at 16,384 tokens, "

@@ -72,7 +72,7 @@ def check_tuning(small: Tuned, large: Tuned) -> Check:
         verdict=verdict_of([small.best == WON, large.best in kept]),
         note=f"{FEW_LAYERS} layers of Qwen3-235B on {FEW_DEVICES} MI300X, {small.plans:,} plans, and all of it on "
         f"{DEVICES}, {large.plans:,} plans; kept is what lies within {NEAR:.0%}. How many layers the small run has "
-        "matters: with 8 all experts fit on every device and EP 1 is the fastest, which with all layers is "
+        "matters: where all experts fit on every device EP 1 wins, which with all layers is "
         f"{large.step_s.get((1, 1), float('inf')) / large.step_s[large.best] - 1:.0%} behind.",
     )
 

@@ -78,6 +78,27 @@ def target_asked(hardware: str, profile: Path | None, devices: int | None) -> "T
     return target_of(hardware, devices) if profile is None else target_of_profile(load_profile(profile), devices)
 
 
+def usual_devices(target: "Target") -> int:
+    """How many there are where nobody says: the cluster's, a node's, or one machine."""
+    return target.devices or (1 if target.host_computes else target.place.device.devices_per_node or 1)
+
+
+def given_of(values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """plan.* of the command line as what a search is given."""
+    return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in values.items()}
+
+
+def trainer_overrides(overrides: Sequence[str]) -> list[str]:
+    """Those that the trainer's configuration has."""
+    return [text for text in overrides if not text.startswith(("plan.", "workload."))]
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Before long work whose result goes there. Raises MoestroError: there is none."""
+    if not path.parent.is_dir():
+        raise MoestroError(f"{flag} {path}: there is no folder {path.parent}")
+
+
 def plan_asked(config: "Config", values: Mapping[str, Any], target: "Target", devices: int | None) -> "Plan":
     """The trainer's layout; or, where plan.* was given, that plan, with the settings of `train` that it leaves open.
 
@@ -88,7 +109,7 @@ def plan_asked(config: "Config", values: Mapping[str, Any], target: "Target", de
     from moestro.graph.convert import plan_of
 
     node = 1 if target.host_computes else target.place.device.devices_per_node or 1
-    world = devices or target.devices or node
+    world = devices or usual_devices(target)
     if not values:
         return plan_of(config, world, world if target.host_computes else min(world, node))
     train = config.train

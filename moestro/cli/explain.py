@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moestro.cli.shown import print_json
 from moestro.errors import MoestroError
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ def explain(
 
     docs/explaining.md tells more.
     """
+    from moestro.cli.asked import check_folder
     from moestro.plan.explain import as_tree
 
-    if plot is not None and not plot.parent.is_dir():
-        raise MoestroError(f"--plot {plot}: there is no folder {plot.parent}")
+    if plot is not None:
+        check_folder("--plot", plot)
+        if plot.suffix != ".html":
+            raise MoestroError(f"--plot {plot}: the picture is a page; give a name that ends in .html")
     asked = _Asked(hardware or [], profile or [], devices or [], _range(steps), exact)
     named = split_sides(sides)
     found = asked.explained(named)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moestro.cli import hardware_fit
+from moestro.cli.shown import console_of, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+WIDTH = 140  # in a pipe
 KINDS: "tuple[Kind, ...]" = ("gpu", "superchip", "tpu", "npu", "cpu", "soc", "pim")
 
 

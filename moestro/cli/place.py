@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from moestro.cli.shown import print_json
 
 if TYPE_CHECKING:
     from moestro.config.plan import Plan, Workload
@@ -36,7 +38,7 @@ def experts(
         Path, typer.Argument(help="A run's folder, or a CSV or JSON file: a row a layer, of its experts.")
     ],
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(min=1, help="That share out the experts (expert parallelism).")] = 8,
+    devices: Annotated[int, typer.Option(min=1, max=4096, help="That share out the experts (expert parallelism).")] = 8,
     places: Annotated[
         int | None, typer.Option(min=1, help="On all devices together; by default one more on each than it takes.")
     ] = None,
@@ -92,6 +94,7 @@ def layers(
     as_json: Json = False,
 ) -> None:
     """Layers and recomputation of each stage of a pipeline (plan.pp=…), against layers as even as they come out."""
+    from moestro.cli.asked import trainer_overrides
     from moestro.cli.place_tables import layers_tree, print_layers
     from moestro.plan.file import write_plan
     from moestro.plan.ilp.balance import balanced
@@ -102,8 +105,7 @@ def layers(
     found = balanced(workload, plan, target, None if memory_gb is None else memory_gb * 1e9, limit_s)
     _keep(target)
     if out is not None:
-        others = [text for text in overrides or () if not text.startswith(("plan.", "workload."))]
-        write_plan(out, preset, others, found.plan, found.step)
+        write_plan(out, preset, trainer_overrides(overrides or ()), found.plan, found.step)
     if as_json:
         print_json(layers_tree(found))
         return
@@ -155,6 +157,8 @@ def regions(
     target = target_asked(hardware, None, None)
     stages = values.pop("pp", None)
     stages = [stages] if isinstance(stages, int) else stages
+    if not (stages is None or (isinstance(stages, list) and stages and all(type(n) is int and n > 0 for n in stages))):
+        raise _error(f"plan.pp = {stages}: give a number of stages, or several to try, as [4, 8]")
     plan = plan_asked(config, {**values, "pp": 1}, target, None)
     found = place_regions(workload, plan, target, stages, limit_s)
     _keep(target)
@@ -173,7 +177,9 @@ def circuits(
         ),
     ],
     overrides: Overrides = None,
-    hardware: Annotated[str, typer.Option("--hardware", help="A cluster with an `optical` table, as mixnet-1024.")] = "",
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="A cluster with an `optical` table, as mixnet-1024.")
+    ] = "",
     ocs_ports: Annotated[int, typer.Option(min=1, help="Of a server, to the optical switch; without --hardware.")] = 6,
     eps_ports: Annotated[int, typer.Option(min=1, help="Of a server, to the packet network.")] = 2,
     port_gbit: Annotated[float, typer.Option(min=0.001, help="Of a port.")] = 100.0,
@@ -237,7 +243,9 @@ def _predicted_demand(
     even = even_circuits(every.shape[1], tier.ocs_ports)
     longest = max(range(len(every)), key=lambda n: circuit_s(every[n], even, tier))
     number = longest if layer is None else layer
-    return every[number], tier, f"{Path(preset).name}, layer {number} of {len(every)}"
+    what = "layer" if workload.routing.loads else "drawn order of experts"
+    which = f"{what} {number} of {len(every)}" if len(every) > 1 else "any layer"
+    return every[number], tier, f"{Path(preset).name}, {which}"
 
 
 def _with_placement(
@@ -271,10 +279,10 @@ def _asked(
     preset: str, overrides: Sequence[str], hardware: str, profile: Path | None, devices: int | None,
     out: Path | None = None,
 ) -> "tuple[Workload, Plan, Target]":  # fmt: skip
-    from moestro.cli.asked import plan_asked, read_workload, target_asked
+    from moestro.cli.asked import check_folder, plan_asked, read_workload, target_asked
 
-    if out is not None and not out.parent.is_dir():
-        raise _error(f"--out {out}: there is no folder {out.parent}")
+    if out is not None:
+        check_folder("--out", out)
     config, workload, values = read_workload(preset, overrides)
     target = target_asked(hardware, profile, devices)
     return workload, plan_asked(config, values, target, devices), target

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from moestro.config.plan import Workload
-    from moestro.plan.candidates import Found
-    from moestro.plan.objective import Goal
     from moestro.plan.workers import Progress
-    from moestro.predict.target import Target
 
 # Headings of the help.
 ON = "On what"
@@ -95,11 +91,19 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Search all layouts of a run for the best that fits in memory, and say why. docs/planning.md tells more."""
-    from moestro.cli.asked import keep_curves, read_workload, target_asked
-    from moestro.cli.plan_goal import Asked, check_together, goal_of, parse_counts
+    from moestro.cli.asked import (
+        check_folder,
+        given_of,
+        keep_curves,
+        read_workload,
+        target_asked,
+        trainer_overrides,
+        usual_devices,
+    )
+    from moestro.cli.plan_goal import Asked, check_searched, check_together, goal_of, parse_counts
     from moestro.cli.plan_print import print_counts, print_found, print_plan_json, title
-    from moestro.errors import MoestroError
     from moestro.plan.counts import search_counts
+    from moestro.plan.search import balance_choice, leaner
     from moestro.plan.settings import checkpoint_every, run_of
     from moestro.plan.space import Space, space_of
     from moestro.plan.workers import default_workers
@@ -108,23 +112,24 @@ def plan(
 
     sources = {name: context.get_parameter_source(name) for name in context.params}
     check_together({name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"})
-    if out is not None and not out.parent.is_dir():
-        raise MoestroError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None:
+        check_folder("--out", out)
     if plot is not None:
         from moestro.report.front import check_plot, write_front
 
         check_plot(plot)
+    check_searched(overrides or ())
     config, workload, given = read_workload(preset, overrides or ())
     wanted = parse_counts(devices) if devices else (None,)
     targets = {}
     for number in wanted:
         target = target_asked(hardware, profile, number)
-        targets[number or _usual(target)] = target
+        targets[number or usual_devices(target)] = target
     asked = Asked(
         objective, tokens, usd_per_hour, mtbf_hours, checkpoint_s, restart_s, storage_gbps, deadline, budget, headroom
     )
     goal = goal_of(asked, target, float(config.train.steps) * workload.tokens, workload.tokens)
-    values = {name: tuple(value) if isinstance(value, list) else (value,) for name, value in given.items()}
+    values = given_of(given)
 
     def space(count: int) -> Space:
         place = targets[count].place
@@ -140,15 +145,16 @@ def plan(
         typer.echo("interrupted: nothing was written", err=True)
         raise typer.Exit(130) from None
     found, target = counts.found[counts.best], targets[counts.best]
-    if balance and not _balance(found, workload, target, goal) and not as_json:
+    lean = leaner(found, workload, target, goal)
+    if balance and not balance_choice(found, workload, target, goal) and not as_json:
         typer.echo("--balance: no other placement of layers and recomputation is better\n")
     keep_curves(target)
     if as_json:
-        print_plan_json(counts, workload, targets, goal)
+        print_plan_json(counts, lean, workload, targets, goal)
     else:
         if len(targets) > 1:
             print_counts(counts, workload, goal)
-        print_found(title(preset), found, workload, target, counts.best, goal)
+        print_found(title(preset), found, lean, workload, target, counts.best, goal)
     if plot is not None:
         write_front(found, f"{title(preset)} on {counts.best:,} × {target.place.device.name}",
                     device_bytes(target, counts.best), plot)  # fmt: skip
@@ -156,10 +162,8 @@ def plan(
         from moestro.plan.file import write_plan
 
         best, one = found.exact[0]
-        others = [text for text in overrides or () if not text.startswith(("plan.", "workload."))]
-        write_plan(
-            out, preset, others, best, one, checkpoint_every(run_of(workload, best, one, goal), one.step_s.value)
-        )
+        own = trainer_overrides(overrides or ())
+        write_plan(out, preset, own, best, one, checkpoint_every(run_of(workload, best, one, goal), one.step_s.value))
     written = {"plot": plot, "plan": out}
     if not as_json and any(written.values()):
         typer.echo()
@@ -167,28 +171,6 @@ def plan(
         if path is not None and not as_json:
             ranks = f" --nproc {counts.best}" if target.host_computes and counts.best > 1 else ""
             typer.echo(f"{label}  {path}" + (f": `moestro train {path}{ranks}`" if label == "plan" else ""))
-
-
-def _usual(target: "Target") -> int:
-    """Devices where nobody says how many."""
-    return target.devices or (1 if target.host_computes else target.place.device.devices_per_node or 1)
-
-
-def _balance(found: "Found", workload: "Workload", target: "Target", goal: "Goal") -> bool:
-    """Put the first plan's balanced form before it, and say whether it is better."""
-    from moestro.plan.candidates import weigh
-    from moestro.plan.ilp.balance import balance
-    from moestro.predict.predict import predict_step
-
-    plan, before = found.exact[0]
-    if plan.pp == 1:
-        return False
-    balanced = balance(workload, plan, target)
-    after = predict_step(workload, balanced, target, exact=True)
-    better = weigh(workload, balanced, after, goal).score < weigh(workload, plan, before, goal).score
-    if better:
-        found.exact.insert(0, (balanced, after))
-    return better
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What `moestro plan` is to look for, from its options; and each mistake, told."""
 
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 BYTES = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20}
+MOST_DEVICES = 1_000_000  # beyond which a number is a slip, and its divisors take long
+# The trainer's settings that a search chooses, by their name in `plan` ("": what the others leave of the devices).
+CHOSEN = {
+    **{f"parallel.{name}": name for name in ("pp", "cp", "tp", "ep", "zero", "context", "schedule", "dispatch")},
+    **{f"train.{name}": name for name in ("micro_batch_size", "recompute", "expert_chunks", "expert_recompute")},
+    "parallel.dp": "",
+    "parallel.fsdp": "",
+    "parallel.stages_per_rank": "vpp",
+    "train.expert_overlap": "overlap_dispatch",
+}
 CHECKPOINT_S, RESTART_S = 30.0, 600.0  # as `moestro predict` takes them
 
 
@@ -30,6 +40,15 @@ class Asked:
     deadline: str = ""
     budget: float | None = None
     headroom: str = ""
+
+
+def check_searched(overrides: Sequence[str]) -> None:
+    """Raises MoestroError where an override is of what the search chooses, which would not heed it."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in CHOSEN:
+            instead = f"plan.{CHOSEN[key]}=… fixes it" if CHOSEN[key] else "give --devices, and fix others of plan.*"
+            raise MoestroError(f"{text}: the search chooses {key}; {instead}")
 
 
 def check_together(given: Set[str]) -> None:
@@ -92,8 +111,10 @@ def parse_headroom(text: str) -> tuple[float, float]:
 def parse_counts(text: str) -> tuple[int, ...]:
     """Numbers of devices, in the order given. Raises MoestroError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise MoestroError(f"--devices {text}: give a number above 0, or several, as 64,128,256")
+    if max(map(int, parts)) > MOST_DEVICES:
+        raise MoestroError(f"--devices {text}: {MOST_DEVICES:,} are the most to search for")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 

@@ -1,6 +1,6 @@
 """How `moestro plan` shows what it has found: tables for people, a tree for machines."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from moestro.predict.target import Target
     from moestro.predict.words import Prediction
 
+    Lean = Sequence[tuple[Plan, Prediction]]
+
 WIDTH = 130
 REASONS = 3  # told for a plan that comes second or later
-LEANER = 8  # plans with less memory that are shown
 # Of each objective but time, the column that it is ranked by.
 COLUMNS = {"goodput": "useful", "money": "cost", "energy": "energy", "memory": ""}
 LIMITED = {
@@ -50,7 +51,10 @@ def print_counts(counts: "Counts", workload: Workload, goal: Goal) -> None:
     console.print()
 
 
-def print_found(name: str, found: "Found", workload: Workload, target: "Target", devices: int, goal: Goal) -> None:
+def print_found(
+    name: str, found: "Found", lean: "Lean", workload: Workload, target: "Target", devices: int, goal: Goal
+) -> None:
+    """lean: of plan.search.leaner."""
     console = console_of(WIDTH)
     console.print(f"{name} on {devices:,} × {target.place.device.name}", style="bold", markup=False)
     console.print(f"priced by: {target.profile}; {_went_through(found.tally)}", style="dim", markup=False)
@@ -69,10 +73,12 @@ def print_found(name: str, found: "Found", workload: Workload, target: "Target",
     _print_lines(console, "the run", _run(workload, plan, one, goal))
     _print_lines(console, "buckets", _bucket(workload, plan, target))
     console.print()
-    _print_front(console, found)
+    _print_lean(console, found, lean)
 
 
-def print_plan_json(counts: "Counts", workload: Workload, targets: Mapping[int, "Target"], goal: Goal) -> None:
+def print_plan_json(
+    counts: "Counts", lean: "Lean", workload: Workload, targets: Mapping[int, "Target"], goal: Goal
+) -> None:
     """Of the best number of devices all, of the others the best plan."""
 
     def tree(plan: Plan, one: "Prediction") -> dict[str, Any]:
@@ -88,6 +94,7 @@ def print_plan_json(counts: "Counts", workload: Workload, targets: Mapping[int, 
             {"plan": o.plan.model_dump(mode="json"), "step_s": o.step_s, "total_bytes": o.total_bytes}
             for o in found.front
         ],
+        "leaner": [tree(*pair) for pair in lean],
         "searched": asdict(found.tally),
         "devices": counts.best,
         "counts": {str(count): tree(*other.exact[0]) for count, other in sorted(counts.found.items())},
@@ -225,25 +232,21 @@ def _bucket(workload: Workload, plan: Plan, target: "Target") -> list[str]:
         return []
     megatron = f"; Megatron's own: {si(found.megatron_params)}" if workload.trainer == "megatron" else ""
     return [
-        f"{found.bytes / 1e6:.3g} MB ({si(found.params)} parameters{megatron}) over {plan.dp * plan.cp} data ranks, "
+        f"{si(found.bytes, 'B')} ({si(found.params)} parameters{megatron}) over {plan.dp * plan.cp} data ranks, "
         f"{LIMITED[found.limited_by]}"
     ]
 
 
-def _print_front(console: Console, found: "Found") -> None:
+def _print_lean(console: Console, found: "Found", lean: "Lean") -> None:
     plan, one = found.exact[0]
-    leaner = [
-        other
-        for other in found.front
-        if other.total_bytes < one.memory.total and other.plan != plan and other.overrun <= 1
-    ]
-    if not leaner:
+    smaller = [pair for pair in lean if pair[1].memory.total < one.memory.total]
+    if not smaller:
         return
     table = _table("with less memory", "step")
     table.add_column("what changes", overflow="fold")
-    for other in leaner[:LEANER]:
-        text = " ".join(changes(plan, other.plan))
-        table.add_row(f"{other.total_bytes / 1e9:.1f} GB", duration(other.step_s), text)
+    for other, its in smaller:
+        text = " ".join(changes(plan, other))
+        table.add_row(f"{its.memory.total / 1e9:.1f} GB", duration(its.step_s.value), text)
     console.print(table)
 
 

@@ -3,12 +3,12 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from moestro.cli.shown import console_of
 from moestro.report.text import MISSING, duration, grouped, percent, plural, si
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console
     from rich.table import Table
 
     from moestro.predict.disaggregate import Split, Work

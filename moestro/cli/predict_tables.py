@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moestro.cli.shown import console_of
 from moestro.errors import MoestroError
 from moestro.report.text import MISSING, duration, grouped, percent, si
 

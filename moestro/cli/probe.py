@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moestro.cli.shown import print_json
+
 if TYPE_CHECKING:
     from moestro.config import Config
     from moestro.config.plan import Plan
@@ -79,6 +81,7 @@ def run(
 
     A stage takes seconds for each of its layers, whatever their size.
     """
+    from moestro.cli.asked import check_folder
     from moestro.cli.probe_tables import progress
     from moestro.errors import MoestroError
     from moestro.predict.probe_peaks import counted, take, traced
@@ -86,8 +89,7 @@ def run(
 
     if by not in ("traced", "counted"):
         raise MoestroError(f"--by {by}: traced or counted")
-    if not out.parent.is_dir():
-        raise MoestroError(f"--out {out}: there is no folder {out.parent}")
+    check_folder("--out", out)
     asked = _Asked(preset, overrides, hardware, profile, devices)
     if by == "traced" and asked.workload.trainer != "moestro":
         raise MoestroError("only our trainer's step can be traced; take --by counted, or run it and fill in the table")
@@ -188,12 +190,12 @@ class _Asked:
     def __init__(
         self, preset: str, overrides: list[str] | None, hardware: str, profile: Path | None, devices: int | None
     ) -> None:
-        from moestro.cli.asked import plan_asked, read_workload, target_asked
+        from moestro.cli.asked import plan_asked, read_workload, target_asked, trainer_overrides
         from moestro.errors import MoestroError
 
         self.config, self.workload, values = read_workload(preset, overrides or ())
         self.preset, self.name = preset, Path(preset).name
-        self.trained = [text for text in overrides or () if not text.startswith(("plan.", "workload."))]
+        self.trained = trainer_overrides(overrides or ())
         self.target: Target | None = None
         if hardware or profile is not None:
             self.target = target_asked(hardware, profile, devices)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from moestro.cli.shown import console_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from moestro.config.plan import Plan

@@ -23,9 +23,11 @@ def print_json(tree: Any) -> None:
 
 
 def finite(tree: Any) -> Any:
-    """The same with None for every number that is infinite or none."""
+    """The same with None for every number that is infinite or none, and with the names of named tuples."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else None
+    if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
+        tree = tree._asdict()
     if isinstance(tree, Mapping):
         return {key: finite(value) for key, value in tree.items()}
     return [finite(value) for value in tree] if isinstance(tree, list | tuple) else tree

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moestro.cli.shown import print_json
+
 if TYPE_CHECKING:
     from moestro.config import Config
     from moestro.config.plan import Plan, Workload
@@ -209,8 +211,8 @@ def grow(
     as_json: Json = False,
 ) -> None:
     """Price a pool of experts that grows in stages, against all experts from the start: the fastest plan of each."""
-    from moestro.cli.asked import keep_curves, read_workload, target_asked
-    from moestro.cli.size_growth import given_of, growth_tree, parse_stages, print_growth
+    from moestro.cli.asked import given_of, keep_curves, read_workload, target_asked
+    from moestro.cli.size_growth import growth_tree, parse_stages, print_growth
     from moestro.plan.growth import price_growth
 
     stages = parse_stages(stage or ())

@@ -1,8 +1,9 @@
 """What `moestro size grow` reads and prints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from moestro.cli.shown import console_of
 from moestro.errors import MoestroError
 
 if TYPE_CHECKING:
@@ -28,17 +29,12 @@ def parse_stages(texts: Sequence[str]) -> list[tuple[int, float]]:
     return found
 
 
-def given_of(values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """plan.* of the command line as what a search is given."""
-    return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in values.items()}
-
-
 def print_growth(name: str, found: "Growth", target: "Target") -> None:
-    from moestro.cli.size_tables import _console, _params, _table
+    from moestro.cli.size_tables import WIDTH, _params, _table
     from moestro.plan.why import changes
     from moestro.report.text import duration, grouped, percent
 
-    console = _console()
+    console = console_of(WIDTH)
     console.print(
         f"{name} on {found.devices:,} × {target.place.device.name}, experts grown", style="bold", markup=False
     )

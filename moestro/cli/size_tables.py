@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from moestro.cli.shown import console_of
 from moestro.report.text import MISSING, duration, grouped, percent, plural, si
 
 if TYPE_CHECKING:

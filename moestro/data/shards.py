@@ -209,9 +209,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def broken(folder: Path, cause: object) -> MoestroError:
     """The error for prepared data that cannot be trusted, or is gone in part."""
     kind = MissingDataError if isinstance(cause, FileNotFoundError) else DamagedDataError
-    return kind(
-        f"prepared data in {folder} is incomplete or damaged: {cause}. Delete that folder and run again"
-    )
+    return kind(f"prepared data in {folder} is incomplete or damaged: {cause}. Delete that folder and run again")
 
 
 def _crc(*arrays: NDArray[Any]) -> int:

@@ -111,11 +111,10 @@ def overrides_of(plan: Plan) -> list[str]:
         "train.expert_overlap": str(plan.overlap_dispatch and plan.expert_chunks > 1).lower(),
         "parallel.dispatch": "all_to_all" if plan.dispatch == "deduplicated" else plan.dispatch,
     }
-    if plan.pp > 1:
-        values["parallel.schedule"] = plan.schedule
-        values["parallel.stages_per_rank"] = plan.vpp
-        if plan.layers_per_stage is not None:
-            values["parallel.layers_per_stage"] = list(plan.layers_per_stage)
+    cut = plan.pp > 1  # else what a file says of a pipeline is unset, and so are layers that are not the plan's
+    values["parallel.schedule"] = plan.schedule if cut else "1f1b"
+    values["parallel.stages_per_rank"] = plan.vpp if cut else "none"
+    values["parallel.layers_per_stage"] = list(plan.layers_per_stage) if cut and plan.layers_per_stage else "none"
     if plan.ranks_per_node is not None:
         values["parallel.ranks_per_node"] = plan.ranks_per_node
     if plan.capacity_factor is not None:

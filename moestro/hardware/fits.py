@@ -7,6 +7,7 @@ from moestro.errors import MoestroError
 from moestro.hardware.catalog import device_ids, load_device
 from moestro.hardware.devices import Device, Kind
 
+SHARE = 0.98  # of a device's memory, that a plan may need
 HOST_BYTES = 8e9  # that the system and the training process take from a pool they share with the device
 WRITE_OFF_HOURS = 3 * 365 * 24  # over which the price of a bought device is spread, power not counted
 

@@ -147,6 +147,11 @@ class Ranks:
         return {rank: process.pid for rank, process in enumerate(self._processes)}
 
     @property
+    def is_ending(self) -> bool:
+        """Whether one has failed, so that the others have to end soon."""
+        return any(self._codes.values())
+
+    @property
     def stopped_by_user(self) -> bool:
         return self._asked is not None
 

@@ -8,13 +8,13 @@ from moestro.config.counts import count
 from moestro.config.plan import Plan, Workload, misfits
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step
+from moestro.hardware.fits import SHARE
 from moestro.plan.alignment import Priced, price_shape
 from moestro.plan.shapes import scaled
 from moestro.predict.memory import memory_of
 from moestro.predict.predict import device_bytes
 from moestro.predict.target import Target
 
-SHARE = 0.98  # of the device's memory that may be needed
 MOST_SEQUENCES, MOST_TOKENS = 2**16, 2**24
 CONTEXT_STEP = 128  # tokens
 FACTOR_STEP = 1 / 64  # of a preset's widths

@@ -21,7 +21,7 @@ def saved_side(path: Path) -> Side:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise MoestroError(f"cannot read {path}: {error}") from error
+        raise MoestroError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(tree, dict) or "time" not in tree:
         several = " holds several plans" if isinstance(tree, dict) and "ranked" in tree else " holds no prediction"
         raise MoestroError(f"{path}{several}; {HOW}")

@@ -80,9 +80,9 @@ def price_growth(
     sizes, total = [experts for experts, _ in stages], sum(share for _, share in stages)
     if workload.model.moe is None:
         raise MoestroError("a model without experts has none to grow")
-    if len(stages) < 2 or sizes != sorted(set(sizes)) or min(share for _, share in stages) <= 0:
+    if len(stages) < 2 or sizes != sorted(set(sizes)) or not all(share > 0 for _, share in stages):
         raise MoestroError("give two stages or more, each with more experts than the one before and a share above zero")
-    if abs(total - 1) > ROUNDED:
+    if not abs(total - 1) <= ROUNDED:
         raise MoestroError(f"the shares of the stages add up to {total:.3g}, not 1")
     priced = []
     for number, (experts, share) in enumerate(stages):

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
-from moestro.hardware.fits import usable_bytes
-from moestro.plan.ilp.balance import SHARE
+from moestro.hardware.fits import SHARE, usable_bytes
 from moestro.plan.ilp.improve import best_placement
 from moestro.plan.ilp.instance import placement_of, plan_of, stages_of
 from moestro.plan.ilp.stages import Extra, Layers, Stages, rank_bytes

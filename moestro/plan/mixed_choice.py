@@ -15,8 +15,7 @@ from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.graph.tape import activation_bytes
 from moestro.graph.words import Parameters
-from moestro.hardware.fits import usable_bytes
-from moestro.plan.ilp.balance import SHARE
+from moestro.hardware.fits import SHARE, usable_bytes
 from moestro.plan.ilp.regions import Group, layers_over
 from moestro.plan.mixed import BACKWARD, Mixed, Sides, offloads, sides_of, simulate
 from moestro.predict.memory import kept_bytes, outside_bytes
@@ -308,15 +307,24 @@ def _pipeline(workload: Workload, kinds: Sequence[Kind]) -> tuple[float, tuple[i
     """A stage of each kind, expert-parallel in itself, a micro-batch a sequence for each device of the smaller kind."""
     sequences = min(kind.devices for kind in kinds)
     micro_batches = ceil(workload.global_batch_size / sequences)
-    layer_s = [kind.sides.attention_s + kind.sides.experts_s + 2 * _all_to_all_s([kind]) for kind in kinds]
-    each_s = [seconds * sequences / kind.devices for seconds, kind in zip(layer_s, kinds, strict=True)]
+    shares = [sequences / kind.devices for kind in kinds]  # of a micro-batch, sequences on a device
+    work_s = [
+        share * (kind.sides.attention_s + kind.sides.experts_s) for share, kind in zip(shares, kinds, strict=True)
+    ]
+    sent_s = [2 * share * _all_to_all_s([kind]) for share, kind in zip(shares, kinds, strict=True)]  # in either pass
     best: tuple[float, tuple[int, ...]] | None = None
     for order in ((0, 1), (1, 0)):
-        ends = kinds[order[1]].sides.ends_s * sequences / kinds[order[1]].devices
-        groups = [Group(1, each_s[k], extra_s=ends * (n == 1)) for n, k in enumerate(order)]
+        ends = [0.0, kinds[order[1]].sides.ends_s * shares[order[1]]]
+        each_s = [(1 + BACKWARD) * work_s[k] + 2 * sent_s[k] for k in order]
+        groups = [Group(1, own, extra_s=(1 + BACKWARD) * end) for own, end in zip(each_s, ends, strict=True)]
         sizes = layers_over(groups, workload.model.num_layers)
-        forward = [size * each_s[k] + ends * (n == 1) for n, (size, k) in enumerate(zip(sizes, order, strict=True))]
-        backward = [BACKWARD * seconds for seconds in forward]
+        forward, backward = (
+            [
+                size * (times * work_s[k] + sent_s[k]) + times * end
+                for size, k, end in zip(sizes, order, ends, strict=True)
+            ]
+            for times in (1.0, BACKWARD)
+        )
         total = simulate_pipeline("1f1b", 2, 1, micro_batches, forward, backward, [0.0, 0.0]).total_s
         if best is None or total < best[0]:
             best = total, sizes if order == (0, 1) else sizes[::-1]

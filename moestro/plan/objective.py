@@ -98,8 +98,8 @@ class Goal:
         if self.objective == "energy" and self.watts is None:
             raise MoestroError("nobody knows the rated power of this hardware: energy cannot be ranked by")
         for name, value in (("--deadline", self.deadline_s), ("--budget", self.budget_usd), ("tokens", self.steps)):
-            if value is not None and not value > 0:
-                raise MoestroError(f"{name} must be above 0")
+            if value is not None and not 0 < value < np.inf:
+                raise MoestroError(f"{name} must be above 0 and finite")
         if not 0 <= self.free_share < 1 or not self.free_bytes >= 0:
             raise MoestroError("--headroom is a share below 100% or a size, as 10% or 8GB")
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from moestro.config.plan import Plan, Workload, misfits
 from moestro.errors import MoestroError
 from moestro.graph.count import count_step, split_layers
-from moestro.hardware.fits import usable_bytes
-from moestro.plan.ilp.balance import SHARE, balance
+from moestro.hardware.fits import SHARE, usable_bytes
+from moestro.plan.ilp.balance import balance
 from moestro.predict.pools import Part, deep_in_flight, parts_of_ranks
 from moestro.predict.predict import predict_step, price_step
 from moestro.predict.target import Target

@@ -9,12 +9,14 @@ from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.plan.candidates import Best, Candidate, Found, Tally, front_of, least_of, weigh
 from moestro.plan.evaluate import Evaluator, Group
+from moestro.plan.ilp.balance import balance
 from moestro.plan.objective import DAY_S, TIME, Goal
 from moestro.plan.rules import Bounds, bounds_of, rule_out
 from moestro.plan.space import Family, Space, plan_of
 from moestro.plan.workers import Progress, Told, in_processes
 from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target
+from moestro.predict.words import Prediction
 
 SIMULATED = 8  # at least, of those kept: the first by the closed form alone may be 5% slower (test_exhaustive.py)
 TIE = 5e-4  # of a score: closer than any prediction is
@@ -65,6 +67,49 @@ def _simplest_first(order: list[int], weighed: list[Candidate]) -> list[int]:
 def _cuts(plan: Plan) -> int:
     """Ranks among which a sequence, a layer, the experts or the layers are cut."""
     return plan.cp * plan.tp * plan.ep * plan.pp
+
+
+def leaner(
+    found: Found, workload: Workload, target: Target, goal: Goal, most: int = 8
+) -> list[tuple[Plan, Prediction]]:
+    """The fastest plans with less memory than the choice, simulated as it is, so that they compare: none of them is
+    beaten in both. One that turns out better than the choice becomes it."""
+    simulated = dict(found.exact)
+    near = [c for c in found.front if c.overrun <= 1 and c.total_bytes < found.exact[0][1].memory.total][:most]
+    for plan in dict.fromkeys(c.plan for c in near):
+        if plan not in simulated:
+            simulated[plan] = predict_step(workload, plan, target, exact=True)
+    first = weigh(workload, *found.exact[0], goal)
+    weighed = [weigh(workload, plan, one, goal) for plan, one in simulated.items()]
+    better = min((c for c in weighed if c.overrun <= 1), key=lambda c: c.score, default=first)
+    if better.score < first.score - TIE * abs(first.score):
+        rest = [pair for pair in found.exact if pair[0] != better.plan]
+        found.exact[:] = [(better.plan, simulated[better.plan]), *rest]
+        first = better
+    smaller = [c for c in weighed if c.total_bytes < first.total_bytes and c.overrun <= 1]
+    return [(c.plan, simulated[c.plan]) for c in front_of(smaller)][:most]
+
+
+def balance_choice(found: Found, workload: Workload, target: Target, goal: Goal) -> bool:
+    """Put the choice with its layers and recomputation shared out anew (plan.ilp) first, and say whether it is better:
+    by the goal's score, within its limits."""
+    plan, before = found.exact[0]
+    if plan.pp == 1:
+        return False
+    limit = goal.limit(device_bytes(target, plan.world_size))
+    kept_free = bool(goal.free_bytes or goal.free_share)
+    try:
+        balanced = balance(workload, plan, target, limit if kept_free else None)
+    except MoestroError:  # the choice fills the last hundredths of the memory, which no placement may
+        return False
+    after = predict_step(workload, balanced, target, exact=True)
+    weighed = weigh(workload, balanced, after, goal)
+    keeps = weighed.overrun <= 1 and weighed.total_bytes <= limit  # fragments too, as of every plan of the search
+    least = weigh(workload, plan, before, goal).score
+    better = keeps and weighed.score < least - TIE * abs(least)
+    if better:
+        found.exact.insert(0, (balanced, after))
+    return better
 
 
 def sweep(
@@ -175,6 +220,10 @@ def _check(found: Found, target: Target, devices: int, goal: Goal) -> None:
     there = device_bytes(target, devices) or 0.0
     assert found.least is not None
     left = there - goal.limit(there)
+    if left >= there:
+        raise MoestroError(
+            f"--headroom: a device has {there / 1e9:.1f} GB, and {left / 1e9:.1f} GB of it cannot stay free"
+        )
     kept = f", of which {left / 1e9:.1f} GB stay free," if left else ","
     raise MoestroError(
         f"none of {found.tally.plans:,} plans fits: a device has {there / 1e9:.1f} GB{kept} and the smallest plan "

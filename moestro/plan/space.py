@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from math import lcm
 from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
 from moestro.config.plan import Plan, Schedule, Workload, cut_heads
-from moestro.errors import MoestroError
+from moestro.errors import MoestroError, nearest
 from moestro.predict.orders import SPLIT_BACKWARD, pipeline_orders
 
 MOST_VPP = 8
@@ -204,10 +205,12 @@ def space_of(
 
 def _narrowed(space: Space, workload: Workload, given: Mapping[str, tuple[Any, ...]]) -> Space:
     """To the values that are given."""
-    unknown = set(given) - {field.name for field in fields(Space)}
+    known = [field.name for field in fields(Space)]
+    unknown = sorted(set(given) - set(known))
+    if "dp" in unknown:
+        raise MoestroError("a search has no plan.dp, which is what pp, cp and tp leave of the devices; fix those")
     if unknown:
-        known = ", ".join(field.name for field in fields(Space))
-        raise MoestroError(f"a search has no plan.{min(unknown)}; it has {known}")
+        raise MoestroError(f"a search has no plan.{unknown[0]}.{nearest(unknown[0], known)} It has {', '.join(known)}")
     for name, values in given.items():
         _check(name, values)
     space = replace(space, **given)
@@ -278,8 +281,9 @@ def _runs(schedule: str, pp: int, vpp: int, micro_batches: int) -> bool:
         return schedule == "1f1b" and vpp == 1
     if CHUNKS_OF_SCHEDULE.get(schedule, vpp) != vpp or (schedule == "interleaved" and vpp == 1):
         return False
+    like = 2 * pp + micro_batches % lcm(pp, 2)  # as many odd ones, and as many beyond a multiple of the ranks
     try:
-        pipeline_orders(schedule, pp, vpp, min(micro_batches, 2 * pp + micro_batches % pp + micro_batches % 2))
+        pipeline_orders(schedule, pp, vpp, min(micro_batches, like))
     except MoestroError:
         return False
     return True

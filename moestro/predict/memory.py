@@ -14,7 +14,7 @@ from moestro.graph.step import STATE_BYTES
 from moestro.graph.tape import activation_bytes, expert_shards, weight_bytes
 from moestro.graph.words import Parameters, Run, Stage, StepGraph
 from moestro.hardware.devices import Device
-from moestro.hardware.fits import usable_bytes
+from moestro.hardware.fits import SHARE, usable_bytes
 from moestro.predict.constants import generation
 from moestro.predict.orders import Order, pipeline_orders
 from moestro.predict.schedule import PipelineResult
@@ -113,7 +113,7 @@ def memory_peaks(memory: MemoryBreakdown, workload: Workload, plan: Plan) -> Mem
     return MemoryPeaks(init, max(init + passing, memory.total - passing), memory.total)
 
 
-def fits(memory: MemoryBreakdown, device: Device, share: float = 0.98) -> bool | None:
+def fits(memory: MemoryBreakdown, device: Device, share: float = SHARE) -> bool | None:
     """Whether what is needed is within `share` of the device's memory. None: its size is not known."""
     there = usable_bytes(device)
     return None if there is None else memory.needed <= share * there

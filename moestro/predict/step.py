@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from moestro.config.plan import Plan, Workload
 from moestro.graph.count import count_step
 from moestro.hardware.devices import Device
-from moestro.predict.constants import Constants, generation, load_calibration
+from moestro.predict.constants import Constants
 from moestro.predict.costs import Cost, StageCost, StepCost, price, pricer_of
 from moestro.predict.curves import published_curves
 from moestro.predict.network import around
@@ -132,14 +132,6 @@ def _by_rank(costs: StepCost, plan: Plan, values: list[float]) -> list[float]:
     if plan.schedule == "dualpipe":
         return [(a + b) / 2 for a, b in zip(found, reversed(found), strict=True)]
     return found
-
-
-def predict_time(
-    workload: Workload, plan: Plan, place: Place, constants: Constants | None = None, exact: bool = False
-) -> TimeBreakdown:
-    if constants is None:
-        constants = load_calibration().of(place.device.id, generation(workload))
-    return step_time(cost_step(workload, plan, place), plan, constants, exact)
 
 
 def exposed_s(cost: Cost, behind_s: float, constants: Constants) -> float:

@@ -4,11 +4,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moestro.config.files import write_whole
 from moestro.plan.explain import Explanation, Row
 from moestro.plan.explain_words import cause, seconds, verdict
-from moestro.report.style import INK, MUTED, ORANGE, TEAL, figure
-from moestro.report.template import plotly_library
+from moestro.report.style import ORANGE, TEAL, figure
+from moestro.report.template import write_picture
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -31,18 +30,11 @@ def write_waterfall(found: Explanation, path: Path) -> None:
         OSError: no such folder, no right to write there, or a full disk.
     """
     plot = waterfall(found).to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False})
-    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
     sides = "".join(
         f"<p><b>{label}</b> {escape(side.name)}: {escape(side.basis)}</p>"
         for label, side in (("A", found.first), ("B", found.second))
     )
-    write_whole(
-        path,
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>A against B · Moestro</title>'
-        f"<style>{style}</style><script>{plotly_library()}</script></head>\n"
-        f"<body><h1>From A to B</h1>{sides}<p>{escape(verdict(found))}</p>{plot}"
-        f"<p>{LEGEND}</p></body></html>\n",
-    )
+    write_picture(path, "From A to B", f"{sides}<p>{escape(verdict(found))}</p>{plot}<p>{LEGEND}</p>")
 
 
 def waterfall(found: Explanation) -> "Figure":

@@ -21,6 +21,7 @@ COLOURS: dict[Category, str] = {
     "hardware": "#b3261e", "user": "#60218c", "platform": ORANGE, "numeric": TEAL, "unknown": MUTED,
 }  # fmt: skip
 MOST_ROWS = 400
+FEW = 10  # faults, below which one run says little about their rate
 
 
 class Part(NamedTuple):
@@ -44,7 +45,7 @@ def faults(folder: Path) -> dict[str, Any] | None:
     rows = [_row(incident) for _, incident in seen[-MOST_ROWS:]]
     omitted = f"The last {MOST_ROWS} of {grouped(len(seen))}; audit.jsonl has all." if len(seen) > MOST_ROWS else ""
     return {
-        "keys": fault_figures(measured),
+        "figures": fault_figures(measured),
         "parts": _parts(measured),
         "plots": _time_line(folder, seen),
         "rows": rows,
@@ -56,11 +57,11 @@ def fault_figures(of: Goodput) -> list[KeyFigure]:
     """Goodput and what goes with it, for the page and the terminal."""
     predicted = "no fault between two checkpoints, so nothing to predict from"
     if math.isfinite(of.predicted):
-        predicted = (
-            f"without starting and evaluating {percent(of.training)}, where the model says {percent(of.predicted)}"
-        )
+        few = f" (of {plural(of.faults, 'fault')}, which is few)" if of.faults < FEW else ""
+        model = f"where the model says {percent(of.predicted)}{few}"
+        predicted = f"without starting and evaluating {percent(of.training)}, {model}"
     figures = [KeyFigure("Goodput", percent(of.goodput), f"useful steps over {duration(of.wall_s)}; {predicted}")]
-    lost = f"{plural(round(of.redone_steps), 'step')} ran again ({si(of.redone_tokens)} tokens)"
+    lost = f"{plural(of.redone_steps, 'step')} ran again ({si(of.redone_tokens)} tokens)"
     noted = f"; {plural(of.flagged, 'other incident')} noted" if of.flagged else ""
     figures.append(KeyFigure("Faults", grouped(of.faults), f"that ended the ranks; {lost}{noted}"))
     if of.faults:

@@ -5,13 +5,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moestro.config.files import write_whole
 from moestro.config.plan import Plan
 from moestro.errors import MoestroError
 from moestro.plan.candidates import Candidate, Found
 from moestro.plan.why import changes
-from moestro.report.style import BLUE, INK, MUTED, ORANGE, figure
-from moestro.report.template import plotly_library
+from moestro.report.style import BLUE, MUTED, ORANGE, figure
+from moestro.report.template import write_picture
 from moestro.report.text import duration
 
 if TYPE_CHECKING:
@@ -54,18 +53,13 @@ def write_front(found: Found, title: str, limit_bytes: float | None, path: Path)
             raise MoestroError(f"cannot draw {path}: {str(error).splitlines()[0]}; .html needs no Chrome") from error
         return
     plot = drawn.to_html(full_html=False, include_plotlyjs=False)
-    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:{WIDE}px;margin:24px auto}}p{{color:{MUTED}}}"
+    least = "at least " if found.tally.skipped else ""  # of plans that a rule left out nobody knows all
     caption = (
-        f"Predicted by the closed form. {found.tally.plans:,} plans, {found.tally.too_big:,} of them too big for "
-        "memory. On the line: no other plan is as fast with as little memory; beside a point stands what is different "
-        "from the choice."
+        f"Predicted by the closed form. {found.tally.plans:,} plans, {least}{found.tally.too_big:,} of them too big "
+        "for memory. On the line: no other plan is as fast with as little memory; beside a point stands what is "
+        "different from the choice."
     )
-    write_whole(
-        path,
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · Moestro</title>'
-        f"<style>{style}</style><script>{plotly_library()}</script></head>\n"
-        f"<body><h1>{escape(title)}</h1>{plot}<p>{escape(caption)}</p></body></html>\n",
-    )
+    write_picture(path, title, f"{plot}<p>{escape(caption)}</p>")
 
 
 def draw_front(found: Found, limit_bytes: float | None) -> "Figure":

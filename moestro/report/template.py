@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterable
+from html import escape
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from moestro.report.style import Plot
+from moestro.config.files import write_whole
+from moestro.report.style import INK, MUTED, Plot
 
 
 def fill(name: str, **values: object) -> str:
@@ -20,6 +22,22 @@ def fill(name: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(name).render(plotly=plotly_library(), **values)
+
+
+def write_picture(path: Path, title: str, body: str) -> None:
+    """One HTML file that needs nothing else. body: HTML under the heading, with figures that lack the library.
+
+    Raises:
+        MoestroError: `path` is no file that can be written.
+        OSError: no such folder, no right to write there, or a full disk.
+    """
+    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
+    write_whole(
+        path,
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · Moestro</title>'
+        f"<style>{style}</style><script>{plotly_library()}</script></head>\n"
+        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n",
+    )
 
 
 def plotly_library() -> Markup:

@@ -5,10 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moestro.config.files import write_whole
 from moestro.predict.validate import Row, Validation, group
-from moestro.report.style import BLUE, INK, MUTED, ORANGE, figure
-from moestro.report.template import plotly_library
+from moestro.report.style import BLUE, MUTED, ORANGE, figure
+from moestro.report.template import write_picture
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -27,16 +26,8 @@ def write_page(found: Validation, path: Path) -> None:
         f"bias {whole.bias:+.1%}"
     )
     plot = scatter(found.rows).to_html(full_html=False, include_plotlyjs=False)
-    library = plotly_library()
-    title = "Predicted and measured step times"
-    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
     hint = "The line is a perfect prediction, the dotted ones are 25 % off. Point at a run to see what it is."
-    write_whole(
-        path,
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} · Moestro</title>'
-        f"<style>{style}</style><script>{library}</script></head>\n"
-        f"<body><h1>{title}</h1><p>{escape(text)}</p>{plot}<p>{hint}</p></body></html>\n",
-    )
+    write_picture(path, "Predicted and measured step times", f"<p>{escape(text)}</p>{plot}<p>{hint}</p>")
 
 
 def scatter(rows: Sequence[Row]) -> "Figure":

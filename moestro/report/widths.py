@@ -5,10 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moestro.config.files import write_whole
 from moestro.plan.width import Choice, Widths
-from moestro.report.style import BLUE, INK, MUTED, ORANGE, TEAL, figure
-from moestro.report.template import plotly_library
+from moestro.report.style import BLUE, ORANGE, TEAL, figure
+from moestro.report.template import write_picture
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -20,19 +19,13 @@ ALIKE = 0.01
 def write_widths(found: Widths, title: str, path: Path) -> None:
     """One HTML file that needs nothing else."""
     plot = scatter(found).to_html(full_html=False, include_plotlyjs=False)
-    style = f"body{{font:14px system-ui,sans-serif;color:{INK};max-width:1000px;margin:24px auto}}p{{color:{MUTED}}}"
     caption = (
         f"Predicted; every point has the same active parameters. Decoding: {found.batch} sequences of "
         f"{found.context:,} tokens together on {found.replica} device(s), a lower bound. Full points: no other "
         "choice is as large, trains as fast and decodes as soon. A line joins choices of as many parameters; the large "
         "point is the one chosen."
     )
-    write_whole(
-        path,
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · Moestro</title>'
-        f"<style>{style}</style><script>{plotly_library()}</script></head>\n"
-        f"<body><h1>{escape(title)}</h1><p>{escape(found.why)}</p>{plot}<p>{escape(caption)}</p></body></html>\n",
-    )
+    write_picture(path, title, f"<p>{escape(found.why)}</p>{plot}<p>{escape(caption)}</p>")
 
 
 def scatter(found: Widths) -> "Figure":

@@ -97,7 +97,7 @@ def main() -> None:
     stop = threading.Event()
 
     def end_with_rank() -> None:
-        sys.stdin.buffer.read()
+        os.read(sys.stdin.fileno(), 1)  # returns when the rank is gone
         stop.set()
 
     threading.Thread(target=end_with_rank, daemon=True).start()

@@ -38,6 +38,7 @@ class Goodput:
     redone_steps: int
     redone_tokens: int
     faults: int  # that ended the ranks
+    restarts: int  # after those, and to let a node take part again
     flagged: int  # other incidents
     interval_s: float  # of useful work between two checkpoints; NaN: there were less than two
 
@@ -53,24 +54,28 @@ class Goodput:
 
     @property
     def mttr_s(self) -> float:
-        """Mean time until training goes on; NaN without a fault."""
-        return self.down_s / self.faults if self.faults else math.nan
+        """Mean time until training goes on after a restart; NaN without one."""
+        return self.down_s / self.restarts if self.restarts else math.nan
 
     @property
     def predicted(self) -> float:
-        """What `moestro.predict.goodput` expects at the interval, stall, mean time between faults and repair that were
-        measured here, in a run that does nothing but train; NaN without faults or checkpoints."""
+        """What `moestro.predict.goodput` expects at the interval, stall, rate of faults and repair that were measured
+        here, in a run that does nothing but train; NaN without faults or checkpoints."""
         if not self.faults or not math.isfinite(self.interval_s):
             return math.nan
-        stalls = max(1, round(self.useful_s / self.interval_s))
-        faults = Reliability(self.mttf_s, self.checkpoint_s / stalls, self.mttr_s)
+        saves = max(1, round((self.useful_s + self.data_s) / self.interval_s))
+        faults = Reliability(self.trained_s / self.restarts, self.checkpoint_s / saves, self.mttr_s)
         return goodput(self.interval_s, faults)
 
     @property
+    def trained_s(self) -> float:
+        """Of what the model knows: useful steps, stalls, lost work and time down."""
+        return self.useful_s + self.data_s + self.checkpoint_s + self.redone_s + self.down_s
+
+    @property
     def training(self) -> float:
-        """The same share of what the model knows of: useful steps, stalls, lost work and time down."""
-        known = self.useful_s + self.data_s + self.checkpoint_s + self.redone_s + self.down_s
-        return (self.useful_s + self.data_s) / known if known > 0 else math.nan
+        """The useful share of `trained_s`, to hold beside `predicted`."""
+        return (self.useful_s + self.data_s) / self.trained_s if self.trained_s > 0 else math.nan
 
 
 def measure_goodput(folder: Path) -> Goodput:
@@ -104,9 +109,10 @@ def measure_goodput(folder: Path) -> Goodput:
         down_s=down_s,
         rest_s=max(0.0, wall_s - known),
         steps=max(steps),
-        redone_steps=len(redone) * every,
+        redone_steps=round(len(redone) * every),
         redone_tokens=round(tokens),
         faults=sum(one.action != "grow" for one in ended),
+        restarts=len(ended),
         flagged=len(audit) - len(ended),
         interval_s=_interval(events) * (useful_s + data_s) / max(steps),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from moestro.config.supervise import SuperviseConfig
 from moestro.resilience.taxonomy import FAULTS, Category, Reaction, exit_of
 from moestro.resilience.watchdog import Hang
-from moestro.train.cause import LastWords
+from moestro.train.heartbeat import LastWords
 from moestro.train.incidents import Signal
 
 HOUR_S = 3600.0
@@ -84,6 +84,8 @@ class Restarts:
         limits = self._settings
         if end.reaction == "never":
             return f"{end.signal} ({end.text}) is not mended by starting again"
+        if end.evidence.get("status") == 2 and self.best < 0:  # a file that was never there is a mistake, too
+            return f"{end.signal} before the first step ({end.text})"
         if self.without_progress > limits.max_without_progress:
             at = f"at step {self.best} " if self.best >= 0 else ""
             return (

@@ -21,8 +21,7 @@ from moestro.resilience.nodes import Nodes
 from moestro.resilience.policy import End, Restarts, what_ended
 from moestro.resilience.stacks import dump_stacks
 from moestro.resilience.watchdog import Hang, Patience, Watchdog, process_states
-from moestro.train.cause import read_words
-from moestro.train.heartbeat import STEP, WATCHED, Beat, read_beat, status_of
+from moestro.train.heartbeat import STEP, WATCHED, Beat, read_beat, read_words, status_of
 from moestro.train.incidents import Incident, complete, record
 from moestro.train.phases import resolve_stretches
 
@@ -141,6 +140,8 @@ class Supervisor:
             hang = dog.look(beats, process_states(running.pids), now)
             self._follow(attempt, dog, beats)
             self._show(attempt, watched, beats)
+            if running.is_ending:  # a rank that is gone tells nothing, and the others wait for it: no hang
+                return
             if hang is not None and not hangs:
                 stacks = dump_stacks(watched, running.pids, self.folder / "stacks", number)
                 hangs.append(Hang(hang.rank, hang.waited_s, hang.evidence | {"stacks": stacks}))
@@ -177,7 +178,11 @@ class Supervisor:
         incident = Incident(end.signal or "exit", action, attempt.last_step, evidence, end.rank, node)
         if end.category != "numeric":  # which the rank has noted itself
             record(self.folder, incident)
-        self._open = incident, attempt.moved or attempt.started
+        since = attempt.moved or attempt.started
+        if self._open is not None:  # training had not gone on since the fault before
+            complete(self.folder, self._open[0], attempt.ended - self._open[1])
+            since = attempt.ended
+        self._open = incident, since
         who = f"rank {end.rank}" if end.rank is not None else "the run"
         if action != "stop":
             self.say(f"supervisor: {who}: {end.signal} after step {attempt.last_step} ({end.text}); {verdict.action}")

@@ -3,16 +3,14 @@
 import errno
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 
 from moestro.errors import DamagedDataError, MissingDataError, MoestroError
 from moestro.parallel.process import PeerError
 from moestro.parallel.ranks import RankFailure
-from moestro.train.heartbeat import watched_folder
+from moestro.train.heartbeat import watched_folder, words_of
 from moestro.train.incidents import Incident, Signal, record
 from moestro.train.step import NonFiniteError
 
@@ -20,16 +18,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # That a run which nobody watches notes by itself; the rest is a mistake to mend, or noted where it was seen.
 NOTED: tuple[Signal, ...] = ("out_of_memory", "disk_full", "missing_data", "corrupt_data")
 LONGEST = 600  # characters of an error's text
-
-
-@dataclass(frozen=True)
-class LastWords:
-    """Of a rank that ended by an error."""
-
-    rank: int
-    signal: Signal
-    step: int
-    text: str
 
 
 def cause_of(error: BaseException) -> Signal | None:
@@ -56,7 +44,8 @@ def tell_cause(folder: Path, rank: int, step: int, error: BaseException) -> None
     signal = cause_of(error)
     if signal is None:
         return
-    text, watched = f"{type(error).__name__}: {error}"[:LONGEST], watched_folder()
+    text = str(error) if isinstance(error, MoestroError) else f"{type(error).__name__}: {error}"
+    text, watched = text[:LONGEST], watched_folder()
     try:
         if watched is not None:
             words_of(watched, rank).write_text(json.dumps({"rank": rank, "signal": signal, "step": step, "text": text}))
@@ -64,19 +53,6 @@ def tell_cause(folder: Path, rank: int, step: int, error: BaseException) -> None
             record(folder, Incident(signal, "stop", step, {"error": text}, rank))
     except (OSError, MoestroError):  # the disk is full: the error itself is on its way
         return
-
-
-def words_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.last.json"
-
-
-def read_words(folder: Path, rank: int) -> LastWords | None:
-    """None: it said nothing, as one that was killed."""
-    try:
-        tree: dict[str, Any] = json.loads(words_of(folder, rank).read_bytes())
-        return LastWords(**tree) if tree["signal"] in get_args(Signal) else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -36,12 +36,16 @@ class Guard:
         self._settings, self._folder, self._update, self._stages = config.guard, folder, update, engine.stages
         self._world = world = engine.mesh.world
         self._watch = Watch(config)
-        past = on_main(world, lambda: [i for i in incidents(folder.path) if i.action in ("skip_step", "roll_back")])
-        audited = {step for incident in past for step in incident.evidence.get("skips", ())}
-        self.skipped: set[int] = {*config.guard.skip_steps, *audited}
-        self._rollbacks = Counter(i.evidence["checkpoint"] for i in past if "checkpoint" in i.evidence)
+        past = on_main(world, lambda: incidents(folder.path))
+        self.skipped: set[int] = {*config.guard.skip_steps}
+        for incident in past:
+            self.skipped |= {*incident.evidence.get("skips", ())}
+            self.skipped -= {*incident.evidence.get("takes_back", ())}
+        self._rollbacks = Counter(
+            i.evidence["checkpoint"] for i in past if i.action == "roll_back" and "skips" in i.evidence
+        )
         self._recent: deque[StepFigures] = deque(maxlen=config.guard.window)
-        self._streak = 0  # steps in a row that were not finite
+        self._streak: list[int] = []  # steps in a row that were not finite
         self._in_spike = False  # and noted as one
         self.step = 0  # the one that is computed
         self.first = 1  # of those whose figures are like these: the data's or sequences' last change
@@ -49,13 +53,13 @@ class Guard:
     @property
     def is_suspect(self) -> bool:
         """Whether the weights may be what made the last step go wrong; they must not become a checkpoint."""
-        return self._streak > 0
+        return bool(self._streak)
 
     def resumed(self, progress: Progress) -> None:
         """The weights are those of a checkpoint."""
         self.skipped |= {*progress.skipped}
         self._recent = deque(progress.recent, maxlen=self._settings.window)
-        self._streak, self._in_spike = 0, False
+        self._streak, self._in_spike = [], False
 
     def noted(self, progress: Progress) -> Progress:
         """With what a checkpoint must hold for the guard."""
@@ -76,7 +80,7 @@ class Guard:
             self.note(verdict.signal, "flag", verdict.evidence)
         self._in_spike = verdict is not None
         self._recent.append(figures)
-        self._streak = 0
+        self._streak = []
         self._watch.before_update(self.step, self._update)
 
     def look(self, result: StepResult, saves: bool) -> BadStepError | None:
@@ -99,9 +103,9 @@ class Guard:
         if bad.signal != "non_finite":
             return False
         bad.evidence |= self._where()
-        self._streak += 1
-        if self._streak > self._settings.max_skips or "weights" in bad.evidence:
+        if len(self._streak) >= self._settings.max_skips or "weights" in bad.evidence:
             return False
+        self._streak.append(self.step)
         self.skipped.add(self.step)
         ranks = bad.evidence["ranks"]
         evidence = bad.evidence | {"skips": [self.step]}
@@ -121,8 +125,10 @@ class Guard:
         self.note(bad.signal, "roll_back", evidence, lost.step, took_s, ranks[0] if len(ranks) == 1 else None)
         return skips
 
-    def last_words(self, bad: BadStepError) -> str:
-        """For the user, when the run must stop."""
+    def stops(self, bad: BadStepError) -> str:
+        """Note that the run ends here; returns what to tell the user. The steps that were passed over just before did
+        not help, so they will be done when the run is resumed."""
+        self.note(bad.signal, "stop", bad.evidence | {"takes_back": self._streak})
         if bad.signal == "corrupt_weights":
             return (
                 f"since step {self.step} replicas hold different weights ({bad}), and there is no good checkpoint "

@@ -18,9 +18,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, Self, TextIO, get_args
 
-import torch.distributed as dist
+from moestro.train.incidents import Signal
 
 WATCHED = "MOESTRO_WATCHED"  # in the environment: the folder in which ranks tell where they are
 BEAT_S = 0.5
@@ -52,6 +52,16 @@ class Beat:
     wall: float
     monotonic: float
     collectives: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Of a rank that ended by an error."""
+
+    rank: int
+    signal: Signal
+    step: int
+    text: str
 
 
 class Heartbeat:
@@ -185,11 +195,25 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
         return None
 
 
+def words_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.last.json"
+
+
+def read_words(folder: Path, rank: int) -> LastWords | None:
+    """None: it said nothing, as one that was killed."""
+    try:
+        tree: dict[str, Any] = json.loads(words_of(folder, rank).read_bytes())
+        return LastWords(**tree) if tree["signal"] in get_args(Signal) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def _entered() -> dict[str, int]:
     """Of each of this rank's process groups, how many collectives it has entered, where the back-end counts them."""
     found: dict[str, int] = {}
+    dist: Any = sys.modules.get("torch.distributed")  # imported by whoever makes a group; the supervisor does not
     with suppress(RuntimeError, AttributeError):  # no group, or one that is going
         for group, name in list(dist.distributed_c10d._world.pg_names.items()):
             with suppress(RuntimeError):
-                found[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+                found[str(name)] = int(group._get_sequence_number_for_group())
     return found

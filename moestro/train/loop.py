@@ -35,6 +35,7 @@ from moestro.train.heartbeat import Heartbeat
 from moestro.train.incidents import Incident, record
 from moestro.train.interrupt import StopRequest
 from moestro.train.metrics import layer_record, scalars, step_record
+from moestro.train.noise import QuietHost, drop_page_cache
 from moestro.train.notes import data_record, environment_record, layout_notes, over_budget_notes
 from moestro.train.phases import Stretch, resolve_stretches
 from moestro.train.progress import TrainProgress
@@ -112,6 +113,7 @@ class _Trainer:
         rate = torch.tensor(measure_gemm_flops(device, dtype), dtype=torch.float64)
         self.peak_flops = float(all_reduce(rate, self.world))
         self.progress = Progress(step=0, tokens=0, train_time_s=0.0)
+        self.stall_s = 0.0  # that training waited for checkpoints since the last line of metrics.jsonl
         self.moe_layers = [i for i, is_moe in enumerate(config.model.moe_blocks) if is_moe]
         self._write_environment(str(dtype).removeprefix("torch."))
 
@@ -121,7 +123,11 @@ class _Trainer:
         trackers = Trackers(config, self.folder.path, self.main)
         evaluation = None
         try:
-            with StopRequest() as stop, TrainProgress(train_config.steps, self.progress.step, self.main) as bar:
+            with (
+                QuietHost(config.guard.gc_every, config.guard.drop_page_cache, self.trimmed) as quiet,
+                StopRequest() as stop,
+                TrainProgress(train_config.steps, self.progress.step, self.main) as bar,
+            ):
                 for note in (*self.notices, *notes, *layout_notes(self.engine, self.update)):
                     bar.say(note)
                 stopped = agreed_signal(self.world, stop.requested)
@@ -132,6 +138,7 @@ class _Trainer:
                     step = self.progress.step
                     if not is_done:
                         continue
+                    quiet.after(step)
                     if _due(step, train_config.eval_every) and step < train_config.steps:
                         self._evaluate(bar, trackers, train_config.eval_batches)
                     if (
@@ -256,7 +263,8 @@ class _Trainer:
         done = self.progress
         self.progress = Progress(step + 1, done.tokens + result.tokens, done.train_time_s + step_s)
         if _due(step + 1, config.train.log_every) or step + 1 == config.train.steps:
-            parts = {"data": start - asked, **clock.seconds()}
+            parts = {"data": start - asked, "checkpoint": self.stall_s, **clock.seconds()}
+            self.stall_s = 0.0
             self._log(result, factor * config.optim.lr, step_s, parts, bar, trackers)
         return True
 
@@ -285,8 +293,7 @@ class _Trainer:
         self._tell(bar, self.saver.wait() if self.saver else None)
         path, notes = newest_good(self.folder.checkpoints, self.world)
         if path is None or not self.guard.may_go_back_to(path):
-            self.guard.note(bad.signal, "stop", bad.evidence)
-            raise MoestroError(self.guard.last_words(bad)) from bad
+            raise MoestroError(self.guard.stops(bad)) from bad
         if self.stretch is not self.stretches[0]:
             self._begin(self.stretches[0])
             self.engine = change_engine(self.engine, self.stretch.config, self.stretch.layout)
@@ -328,22 +335,23 @@ class _Trainer:
         return result
 
     def _save(self, bar: TrainProgress) -> None:
+        start = time.perf_counter()
         if self.saver is None:
             self._save_now()
         else:
-            keep = self.config.train.keep_checkpoints
-            self._tell(
-                bar, self.saver.save(self.folder.checkpoints, self._state(), self.guard.noted(self.progress), keep)
-            )
+            keep, progress = self.config.train.keep_checkpoints, self.guard.noted(self.progress)
+            self._tell(bar, self.saver.save(self.folder.checkpoints, self._state(), progress, keep))
+        self.stall_s += time.perf_counter() - start
 
     def _save_now(self) -> None:
-        keep = self.config.train.keep_checkpoints
+        keep, progress = self.config.train.keep_checkpoints, self.guard.noted(self.progress)
         self.pulse.at("checkpoint")
         start = time.perf_counter()
-        progress = self.guard.noted(self.progress)
         path = save_checkpoint(self.folder.checkpoints, self._state(), progress, keep, self.world)
         stall_s = round(time.perf_counter() - start, 3)
         self.folder.event("checkpoint", self.progress.step, path=path.name, stall_s=stall_s)
+        if self.config.guard.drop_page_cache:
+            drop_page_cache(path)
 
     def _tell(self, bar: TrainProgress, saved: Saved | None) -> None:
         """Note how a save in the background went. A failed one is no reason to stop: the one before is still there."""
@@ -353,6 +361,8 @@ class _Trainer:
         if saved.path is not None:
             times = {"copy_s": round(saved.copy_s, 3), "write_s": round(saved.write_s, 3)}
             self.folder.event("checkpoint", step, path=saved.path.name, **times)
+            if self.config.guard.drop_page_cache:
+                drop_page_cache(saved.path)
         else:
             self.folder.event("checkpoint_failed", step, detail=str(saved.error))
             bar.say(f"{saved.error}; training goes on")

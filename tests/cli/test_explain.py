@@ -177,6 +177,7 @@ class TestPlans:
             (("a.json", "plan.tp=2", "b.json"), "saved prediction, which plan.tp=2 cannot change"),
             (("olmoe-1b-7b", "olmoe-1b-7b", "--hardware", "a", "--hardware", "b", "--hardware", "c"), "3 times"),
             (("olmoe-1b-7b", "olmoe-1b-7b", "--hardware", "h100-8", "--plot", "no/a.html"), "there is no folder"),
+            (("olmoe-1b-7b", "olmoe-1b-7b", "--hardware", "h100-8", "--plot", "a.png"), "a name that ends in .html"),
         ],
     )
     def test_mistakes(self, arguments: tuple[str, ...], message: str) -> None:

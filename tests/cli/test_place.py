@@ -178,6 +178,8 @@ class TestRegions:
         [
             (("plan.pp=3",), "does not divide"),
             (("plan.pp=8",), "8 stages for 4 layers"),
+            (("plan.pp=x",), "give a number of stages"),
+            (("plan.pp=[2,0]",), "give a number of stages"),
             (("plan.ep=3", "plan.pp=2"), "does not divide"),
         ],
     )
@@ -210,7 +212,7 @@ class TestCircuits:
         tree = json.loads(place(*ask, "workload.routing.kind=power_law", "--json").out)
         assert len(tree["counts"]) == 8
         assert tree["seconds"] <= tree["even_s"]
-        assert "layer 3 of 32" in place(*ask, "workload.routing.kind=power_law", "--layer", "3").out
+        assert "drawn order of experts 3 of 32" in place(*ask, "workload.routing.kind=power_law", "--layer", "3").out
         assert "of 32 layers" in place(*ask, "workload.routing.kind=power_law", "--layer", "32").err
         assert "inside a server" in place(*ask[:-1], "plan.ep=8").err
 

@@ -108,6 +108,16 @@ def test_the_trainer_makes_of_overrides_the_plan_they_are_of(sizes: dict[str, ob
     assert plan_of(config, plan.world_size) == plan
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_plan_replaces_the_pipeline_that_the_file_had(pp: int) -> None:
+    """As when a file that `moestro plan --balance --out` wrote is planned again."""
+    had = ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.stages_per_rank=2",
+           "parallel.layers_per_stage=[1,1,1,1]"]  # fmt: skip
+    plan = Plan(pp=pp, dp=2)
+    got = plan_of(load_config(PRESET, [*BASE, *had, *overrides_of(plan)]).config, plan.world_size)
+    assert (got.pp, got.vpp, got.schedule, got.layers_per_stage) == (pp, 1, "1f1b", None if pp == 1 else (2, 2))
+
+
 @pytest.mark.parametrize(
     ("plan", "what"),
     [

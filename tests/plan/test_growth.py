@@ -60,6 +60,8 @@ def test_shares_that_were_rounded_are_made_whole() -> None:
         (((32, 0.5), (16, 0.5)), "more experts than the one before"),
         (((16, 0.0), (32, 1.0)), "share above zero"),
         (((16, 0.5), (32, 0.6)), "add up to 1.1"),
+        (((16, float("nan")), (32, 0.5)), "share above zero"),
+        (((16, float("inf")), (32, 0.5)), "add up to inf"),
         (((4, 0.5), (32, 0.5)), "cannot have 4 experts: top_k = 8"),
     ],
 )

@@ -84,6 +84,10 @@ def test_a_plan_is_a_placement(again: tuple[int, int] | None, target: Target) ->
     stages, _ = stages_of(WORK, PLAN, target, [1e12] * 2, ("none", "block"))
     assert plan_of(plan, stages, placement_of(plan, stages, ("none", "block")), ("none", "block")) == plan
     assert placement_of(PLAN, stages, ("none", "block")) == even(stages)
+    few = plan.model_copy(update={"recompute": "block", "recompute_per_stage": None, "recompute_layers": 1})
+    graph = count_step(WORK, few)
+    again = [sum(twice for _, twice in runs) for runs in placement_of(few, stages, ("none", "block"))]
+    assert again == [sum(run.recomputed for run in stage.pieces) for stage in graph.stages]
 
 
 def test_the_gap_is_the_plans_own(target: Target) -> None:

@@ -8,8 +8,8 @@ import pytest
 from moestro.config import ModelConfig, MoEConfig
 from moestro.config.plan import Workload
 from moestro.errors import MoestroError
-from moestro.plan.mixed import simulate
-from moestro.plan.mixed_choice import Choice, choose
+from moestro.plan.mixed import Sides, simulate
+from moestro.plan.mixed_choice import Choice, Kind, _pipeline, choose
 from moestro.predict import cache
 from moestro.predict.target import target_of
 
@@ -96,3 +96,12 @@ def test_mistakes() -> None:
     blank = replace(first, place=replace(first.place, device=first.place.device.model_copy(update={"nic": nic})))
     with pytest.raises(MoestroError, match="rate of a40's NICs is not known"):
         choose(WORKLOAD, replace(target, parts=(blank, target.parts[1])))
+
+
+def test_a_pipeline_sends_as_much_backward_as_forward() -> None:
+    """Two devices of either kind, in nodes of one: half of the tokens leave in each of a layer's four exchanges."""
+    kinds = [Kind(name, 2, 1, Sides(0.0, 0.0, 0.0), 1.0, None) for name in ("one", "other")]
+    work = WORKLOAD.model_copy(update={"model": MODEL.model_copy(update={"num_layers": 4}), "global_batch_size": 20})
+    total_s, layers = _pipeline(work, kinds)
+    assert layers == (2, 2)
+    assert total_s == pytest.approx((10 + 1) * 2 * 4 * 0.5)

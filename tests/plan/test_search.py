@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from moestro.config import load_config
-from moestro.config.plan import Workload
+from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
 from moestro.graph.convert import workload_of
-from moestro.plan.candidates import Candidate, front_of
-from moestro.plan.search import PARALLEL_FROM, search, sweep
+from moestro.plan.candidates import Candidate, Found, front_of
+from moestro.plan.objective import TIME, Goal
+from moestro.plan.search import PARALLEL_FROM, balance_choice, leaner, search, sweep
 from moestro.plan.space import Space, plan_of, space_of
 from moestro.plan.workers import Told, in_processes
 from moestro.predict.predict import device_bytes, predict_step
@@ -161,3 +162,69 @@ def alive(pid: int) -> bool:
         return path.read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("goal", "better"),
+    [(TIME, True), (Goal(free_share=0.01), True), (Goal(free_bytes=40e9), False), (Goal(deadline_s=1e-3), False)],
+)
+def test_a_balanced_choice_keeps_to_the_goal(goal: Goal, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster plan takes 44 GB of 80."""
+    work, target = workload(trainer="megatron"), target_of("h100-sxm", 8)
+    slow = Plan(pp=4, dp=2, ep=2, micro_batch_size=2, zero=1, recompute="block")
+    fast = slow.model_copy(update={"recompute": "none"})
+    monkeypatch.setattr("moestro.plan.search.balance", lambda *_: fast)
+    found = Found(exact=[(slow, predict_step(work, slow, target, exact=True))])
+    assert balance_choice(found, work, target, goal) == better
+    assert found.exact[0][0] == (fast if better else slow)
+
+
+def test_a_choice_that_cannot_be_balanced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Plan:
+        raise MoestroError("nothing fits")
+
+    work, target = workload(trainer="megatron"), target_of("h100-sxm", 8)
+    plan = Plan(pp=4, dp=2, ep=2, zero=1)
+    monkeypatch.setattr("moestro.plan.search.balance", refuse)
+    found = Found(exact=[(plan, predict_step(work, plan, target))])
+    assert not balance_choice(found, work, target, TIME)
+    assert [one for one, _ in found.exact] == [plan]
+
+
+def test_leaner_plans_are_simulated_as_the_choice_is() -> None:
+    work, target = workload(), target_of("h100-sxm", 8)
+    space = space_of(work, 8, 8, {"pp": (2,), "tp": (1,), "cp": (1,), "expert_chunks": (1,), "ep": (1, 2)})
+    found = search(work, target, 8, space, exact=2)
+    lean = leaner(found, work, target, TIME)
+    assert lean
+    sizes = [one.memory.total for _, one in (found.exact[0], *lean)]
+    steps = [one.step_s.value for _, one in (found.exact[0], *lean)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert steps[1:] == sorted(steps[1:])
+    assert steps[1] > steps[0] * (1 - 1e-3)  # else it would be the choice
+    for plan, one in lean:
+        assert one.step_s.value == predict_step(work, plan, target, exact=True).step_s.value
+
+
+def test_a_leaner_plan_that_simulates_better_becomes_the_choice() -> None:
+    work, target = workload(), target_of("h100-sxm", 8)
+    slow, fast = Plan(pp=4, dp=2, zero=1, micro_batch_size=4), Plan(pp=4, dp=2, zero=1, recompute="none")
+    pairs = [(plan, predict_step(work, plan, target, exact=True)) for plan in (slow, fast)]
+    (slow, one), (fast, other) = sorted(pairs, key=lambda pair: -pair[1].step_s.value)
+    front = [Candidate(one.step_s.value * 1.1, 1.0, 1.0, fast)]  # by the closed form: slower, leaner
+    found = Found(exact=[(slow, one)], front=front)
+    leaner(found, work, target, TIME)
+    assert [plan for plan, _ in found.exact] == [fast, slow]
+    assert found.exact[0][1].step_s.value == other.step_s.value
+
+
+def test_a_balanced_choice_has_to_fit_with_its_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The integer program keeps to what is needed; a device holds fragments besides."""
+    work, target = workload(trainer="megatron"), target_of("a100-sxm-40gb", 8)
+    slow = Plan(pp=4, dp=2, ep=2, micro_batch_size=2, zero=1, recompute="block")
+    fast = slow.model_copy(update={"recompute": "none"})
+    monkeypatch.setattr("moestro.plan.search.balance", lambda *_: fast)
+    before, after = (predict_step(work, plan, target, exact=True) for plan in (slow, fast))
+    assert after.memory.total > 40e9
+    assert after.step_s.value < before.step_s.value
+    assert not balance_choice(Found(exact=[(slow, before)]), work, target, TIME)

@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 
 from moestro.config import load_config
-from moestro.config.plan import Plan, Workload, misfits
+from moestro.config.plan import Plan, Schedule, Workload, misfits
 from moestro.errors import MoestroError
 from moestro.graph.convert import overrides_of, workload_of
 from moestro.parallel.layout import resolve_layout
-from moestro.plan.space import plan_of, space_of
+from moestro.plan.space import _runs, plan_of, space_of
+from moestro.predict.orders import pipeline_orders
 
 
 def workload(name: str = "olmoe-1b-7b", batch: int = 64, **changes: object) -> Workload:
@@ -60,6 +61,12 @@ def test_the_trainer_starts_every_plan_of_its_space() -> None:
         assert (layout.pp, layout.cp, layout.tp, layout.ep) == (plan.pp, plan.cp, plan.tp, plan.ep)
 
 
+def test_micro_batches_do_not_depend_on_the_number_of_devices() -> None:
+    for devices in (1, 2, 6, 64):
+        assert space_of(workload(), devices, 8).micro_batch_size == (1, 2, 4, 8, 16)
+    assert {plan.micro_batch_size for plan in plans(workload(batch=12), 1, recompute=("none",))} == {1, 2, 4}
+
+
 def test_nothing_that_fits_is_missing() -> None:
     """Against a plain loop over the same fields."""
     work = workload("olmoe-1b-7b", 16, trainer="megatron")
@@ -97,3 +104,16 @@ def test_one_device_has_one_layout() -> None:
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(MoestroError, match=r"no plan\.dp"):
         space_of(workload(), 8, 8, {"dp": (8,)})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipe"])
+def test_few_micro_batches_tell_whether_many_run(schedule: Schedule) -> None:
+    """A schedule that exists for an odd number, or a multiple of the ranks, is known by a smaller one alike."""
+    vpp = 2 if schedule == "interleaved" else 1
+    for pp, micro_batches in product((2, 3, 4), (4, 9, 12, 15, 16, 27, 30)):
+        try:
+            pipeline_orders(schedule, pp, vpp, micro_batches)
+            there = True
+        except MoestroError:
+            there = False
+        assert _runs(schedule, pp, vpp, micro_batches) == there, (pp, micro_batches)

@@ -13,8 +13,8 @@ from moestro.parallel.ranks import RankFailure
 from moestro.resilience.policy import HOUR_S, End, Restarts, reaction_to, what_ended
 from moestro.resilience.taxonomy import FAULTS
 from moestro.resilience.watchdog import Hang
-from moestro.train.cause import LastWords, cause_of, read_words, tell_cause
-from moestro.train.heartbeat import WATCHED
+from moestro.train.cause import cause_of, tell_cause
+from moestro.train.heartbeat import WATCHED, LastWords, read_words
 from moestro.train.incidents import AUDIT, Incident, Signal, complete, incidents, record
 from moestro.train.step import NonFiniteError
 
@@ -103,6 +103,15 @@ class TestRestarts:
         assert "is not mended by starting again" in str(restarts.reason_to_stop(end, 0.0))
         assert restarts.count == 0
 
+    def test_data_that_were_never_there_are_a_mistake(self) -> None:
+        restarts = Restarts(SuperviseConfig())
+        end = End("missing_data", "platform", "retry", {"status": 2, "error": "no such file"})
+        restarts.ended(-1, None)
+        assert restarts.reason_to_stop(end, 0.0) == "missing_data before the first step (no such file)"
+        restarts.ended(1, None)
+        restarts.ended(-1, None)
+        assert restarts.reason_to_stop(end, 0.0) is None  # they were there when the run began
+
     def test_back_off_doubles_and_is_limited(self) -> None:
         restarts = Restarts(SuperviseConfig(backoff_s=1, backoff_most_s=10))
         seen = []
@@ -152,7 +161,7 @@ def test_causes(error: BaseException, signal: Signal | None) -> None:
 def test_last_words_go_to_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WATCHED, str(tmp_path))
     tell_cause(tmp_path, 3, 12, MissingDataError("no such file or folder: x"))
-    assert read_words(tmp_path, 3) == LastWords(3, "missing_data", 12, "MissingDataError: no such file or folder: x")
+    assert read_words(tmp_path, 3) == LastWords(3, "missing_data", 12, "no such file or folder: x")
     assert read_words(tmp_path, 2) is None
     assert not (tmp_path / AUDIT).exists()
 

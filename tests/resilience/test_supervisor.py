@@ -29,6 +29,7 @@ from pathlib import Path
 folder, rank = Path(os.environ["MOESTRO_WATCHED"]), int(os.environ["RANK"])
 attempt, ranks = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["WORLD_SIZE"])
 folder.mkdir(exist_ok=True)
+EARLY
 saved = folder.parent / "saved"
 
 def stop(number, frame):
@@ -86,9 +87,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """One supervised pretence: its exit status, what was said and what was noted."""
 
-    def __init__(self, folder: Path, fault: str, ranks: int = 2, speaks: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, fault: str, ranks: int = 2, speaks: bool = True, early: str = "", **settings: Any
+    ) -> None:
         script = folder / "rank.py"
-        script.write_text(RANK.replace("FAULT", "\n".join(f"    {line}" for line in fault.splitlines())))
+        script.write_text(
+            RANK.replace("EARLY", early).replace("FAULT", "\n".join(f"    {line}" for line in fault.splitlines()))
+        )
         limits = {"backoff_s": 0.01, "hang_floor_s": 1.0, "silent_s": 1.0, "ranks_per_node": 1, **settings}
         self.said: list[str] = []
         self.folder = folder / "run"
@@ -131,6 +136,13 @@ def test_a_rank_is_stopped(tmp_path: Path) -> None:
     assert run.incidents[0].evidence["stopped"]
 
 
+def test_a_rank_that_is_gone_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers take longer to notice than a rank may be silent."""
+    monkeypatch.setattr(launch, "GRACE_S", 1.0)
+    run = Run(tmp_path, "if attempt == 0 and rank == 1 and step == 5: os.kill(os.getpid(), 9)", silent_s=0.4)
+    assert (run.status, run.seen) == (0, [("killed", "restart", 1)])
+
+
 def test_a_rank_does_not_enter_a_collective(tmp_path: Path) -> None:
     fault = """if attempt == 0 and step == 5:
     while True:
@@ -159,6 +171,19 @@ def test_a_loop_ends_with_a_clear_line(tmp_path: Path) -> None:
     assert [one.action for one in run.incidents] == ["restart", "restart", "stop"]
     assert "stopped: 3 attempts in a row ended at step 3 without a new step" in run.said[-1]
     assert "exit status 1: an error in the program" in run.said[-1]
+
+
+def test_faults_before_training_goes_on_share_the_time(tmp_path: Path) -> None:
+    """The second attempt dies before a rank tells anything: both lines have their own part of the time down."""
+    script = "if attempt == 0 and step == 3 and rank: sys.exit(1)"
+    run = Run(tmp_path, script, backoff_s=0.2, early="if attempt == 1: time.sleep(0.3); sys.exit(1)")
+    first, second = run.incidents
+    assert first.downtime_s is not None
+    assert second.downtime_s is not None
+    begin, end = run.attempts[0].moved, run.attempts[2].started
+    assert begin is not None
+    assert first.downtime_s > 0.4
+    assert first.downtime_s + second.downtime_s > end - begin - 0.05
 
 
 def test_a_node_is_left_out_and_comes_back(tmp_path: Path) -> None:
@@ -210,12 +235,11 @@ def test_one_supervisor_a_run(tmp_path: Path) -> None:
 def train(folder: Path, name: str, *overrides: str) -> "subprocess.Popen[str]":
     from tests.train.helpers import tree
 
-    config = folder / "config.json"
+    config = folder / "tiny.toml"
     if not config.exists():
         import tomli_w
 
-        config = folder / "tiny.toml"
-        config.write_text(tomli_w.dumps(tree(folder, {"train": {"steps": 400, "checkpoint_every": 20}})))
+        config.write_text(tomli_w.dumps(tree(folder, {"train": {"steps": 200, "checkpoint_every": 20}})))
     command = [sys.executable, "-m", "moestro", "train", str(config), "--nproc", "2", f"run.name={name}", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -234,25 +258,31 @@ def until_step(folder: Path, step: int, limit_s: float = 120.0) -> int:
     raise AssertionError(f"no step {step} within {limit_s} s")
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds an undisturbed run, runs/calm."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(folder, "calm").wait(240) == 0
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_training_ends_with_the_same_weights(tmp_path: Path, number: signal.Signals) -> None:
+def test_training_ends_with_the_same_weights(calm: Path, number: signal.Signals) -> None:
     from tests.train.helpers import records
 
-    undisturbed = train(tmp_path, "calm")
-    assert undisturbed.wait(180) == 0
-    watched = train(tmp_path, "tried", "run.supervise=true", "supervise.silent_s=3", "supervise.backoff_s=0.1")
-    folder = tmp_path / "runs" / "tried"
+    name = f"tried-{number}"
+    watched = train(calm, name, "run.supervise=true", "supervise.silent_s=3", "supervise.backoff_s=0.1")
+    folder = calm / "runs" / name
     os.kill(until_step(folder, 50), number)
     output, _ = watched.communicate(timeout=240)
     assert watched.returncode == 0, output
     (incident,) = incidents(folder)
     expected = "killed" if number == signal.SIGKILL else "hang"
     assert (incident.signal, incident.action, incident.rank) == (expected, "restart", 1)
-    calm, tried = (records(tmp_path / "runs" / name) for name in ("calm", "tried"))
-    losses = {one["step"]: one["loss"] for one in tried}
-    assert losses == {one["step"]: one["loss"] for one in calm}
-    first, second = (tmp_path / "runs" / name / "checkpoints" / "step_00000400" for name in ("calm", "tried"))
+    losses = [{one["step"]: one["loss"] for one in records(calm / "runs" / one_of)} for one_of in ("calm", name)]
+    assert losses[0] == losses[1]
+    first, second = (calm / "runs" / one_of / "checkpoints" / "step_00000200" for one_of in ("calm", name))
     files = [path.name for path in first.glob("*.distcp")]
     assert files
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)

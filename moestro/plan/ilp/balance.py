@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moestro.config.plan import Plan, Workload
 from moestro.errors import MoestroError
-from moestro.hardware.fits import usable_bytes
+from moestro.hardware.fits import SHARE, usable_bytes
 from moestro.plan.ilp.improve import best_placement
 from moestro.plan.ilp.instance import placement_of, plan_of, stages_of
 from moestro.plan.ilp.place import place
@@ -16,7 +16,6 @@ from moestro.predict.predict import device_bytes, predict_step
 from moestro.predict.target import Target
 from moestro.predict.words import Prediction
 
-SHARE = 0.98  # of a device's memory, that a plan may need
 LIMIT_S = 5.0  # for each program
 ROUNDS = 3  # with less memory each, where a prediction needs more than the program thought
 

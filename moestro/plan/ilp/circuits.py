@@ -75,11 +75,6 @@ def lay_circuits(demand: Floats, tier: OpticalTier, limit_s: float = 20.0) -> La
     )  # fmt: skip
 
 
-def best_circuits(demand: Floats, tier: OpticalTier, limit_s: float = 20.0) -> Counts:
-    """solve_circuits without the bound."""
-    return solve_circuits(demand, tier, limit_s)[0]
-
-
 def solve_circuits(demand: Floats, tier: OpticalTier, limit_s: float = 20.0) -> tuple[Counts, float]:
     """Circuits between the servers of a region, [servers, servers], symmetric, of the least hardware.curves.optical
     circuit_s; and seconds that no circuits are below. A variable for each pair and number of circuits: a dozen servers.

@@ -2,7 +2,7 @@
 
 `replicate`, `pack` and `balanced_experts` are the algorithm of DeepSeek's expert-parallel load balancer (EPLB, with
 DeepSeek-V3, arXiv 2412.19437), written anew from its description: groups of experts to nodes, replicas to the experts
-with the most load for each they have, replicas to devices. `best_experts` finds the best placement there is, in small.
+with the most load for each they have, replicas to devices. `exact_experts` finds the best placement there is, in small.
 """
 
 from dataclasses import dataclass
@@ -96,11 +96,6 @@ def pack(loads: ArrayLike, packs: int) -> list[list[int]]:
         found[lightest].append(int(item))
         full[lightest] += float(load[item])
     return found
-
-
-def best_experts(loads: ArrayLike, places: int, devices: int, limit_s: float = 20.0) -> Experts:
-    """exact_experts without the bound."""
-    return exact_experts(loads, places, devices, limit_s)[0]
 
 
 def exact_experts(loads: ArrayLike, places: int, devices: int, limit_s: float = 20.0) -> tuple[Experts, float]:
