@@ -101,7 +101,9 @@ def main() -> None:
         if process.prints(error):
             sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    except SystemExit as ended:  # typer ends a command that Ctrl-C stopped with 130, and says nothing
+    except SystemExit as ended:  # typer ends with 130 after Ctrl-C, and says nothing; with 1 when nobody reads on
+        if isinstance(ended.__context__, BrokenPipeError):
+            sys.exit(0)
         interrupt = ended.__context__.__cause__ if ended.__context__ else None
         if isinstance(interrupt, KeyboardInterrupt) and process.prints(interrupt):
             sys.stderr.write("interrupted\n")

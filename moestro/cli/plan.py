@@ -102,6 +102,7 @@ def plan(
     )
     from moestro.cli.plan_goal import Asked, check_searched, check_together, goal_of, parse_counts
     from moestro.cli.plan_print import print_counts, print_found, print_plan_json, title
+    from moestro.errors import MoestroError
     from moestro.plan.counts import search_counts
     from moestro.plan.search import balance_choice, leaner
     from moestro.plan.settings import checkpoint_every, run_of
@@ -120,6 +121,11 @@ def plan(
         check_plot(plot)
     check_searched(overrides or ())
     config, workload, given = read_workload(preset, overrides or ())
+    if out is not None and workload.precision != config.train.dtype:
+        raise MoestroError(
+            f"--out: the trainer computes in {config.train.dtype} (train.dtype), not in workload.precision = "
+            f"{workload.precision}; leave one of them out"
+        )
     wanted = parse_counts(devices) if devices else (None,)
     targets = {}
     for number in wanted:

@@ -183,4 +183,4 @@ class Guard:
 
 
 def _text(verdict: Verdict) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in verdict.evidence.items())
+    return ", ".join(f"{key.replace('_', ' ')} {value:.6g}" for key, value in verdict.evidence.items())

@@ -52,7 +52,7 @@ class NonFiniteError(BadStepError):
     """The loss or the gradient of a step is NaN or infinite; nothing was updated."""
 
     def __init__(self, loss: float, grad_norm: float) -> None:
-        text = f"gradient norm {grad_norm}, loss {loss}"
+        text = f"gradient norm {grad_norm:.6g}, loss {loss:.6g}"
         super().__init__("non_finite", text, {"loss": str(loss), "grad_norm": str(grad_norm)})
 
 

@@ -99,6 +99,7 @@ def test_a_picture(tmp_path: Path) -> None:
         (("parallel.fsdp=2",), "give --devices"),
         (("--devices", "10000000000"), "1,000,000 are the most"),
         (("--budget", "inf"), "--budget must be above 0 and finite"),
+        (("--out", "a.toml", "workload.precision=fp8"), "the trainer computes in bf16"),
         (("--headroom", "90GB"), "a device has 80.0 GB, and 90.0 GB of it cannot stay free"),
         (("plan.pp=abc",), r"plan\.pp = abc: Input should be a valid integer"),
         (("plan.pp=[1,0]",), r"plan\.pp = 0: Input should be greater"),
