@@ -159,7 +159,7 @@ def check_muon() -> Check:
     return Check(
         claim="Slices of ZeRO-1 cut each of Muon's matrices among at most two ranks, who send each other the ends",
         published=f"up to {LIMITS[0]:,} ranks with all parameters in one buffer, {LIMITS[1]} without the embedding; of "
-        f"{TWICE:,} ranks {LONGER} matrices are on more than two (by the same formula, computed beside the paper: no figure of its own)",
+        f"{TWICE:,} ranks {LONGER} matrices are on more than two (by the same formula: no figure of the paper)",
         ours=f"{ours[0]:,} and {ours[1]}; on more than two of {RANKS:,} {shared[RANKS]}, of {TWICE:,} {shared[TWICE]}",
         how="computed",
         verdict=verdict_of([ours == LIMITS, shared[RANKS] == 0, abs(shared[TWICE] - LONGER) <= 3]),
