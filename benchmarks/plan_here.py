@@ -29,6 +29,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moestro.config import Config, load_config
 from moestro.config.plan import Plan, Workload
@@ -214,6 +215,7 @@ def _on_rank(rank: int, configs: Sequence[Config], rounds: int, steps: int, fold
                     print(f"layout {index}: {error}", file=sys.stderr)
             dist.barrier()
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it remembers meshes, whose groups are gone
         if rank == 0:
             print(f"round {number + 1} of {rounds}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     _join(rank, world, folder / "end")

@@ -108,6 +108,7 @@ def main() -> None:
         if isinstance(interrupt, KeyboardInterrupt) and process.prints(interrupt):
             sys.stderr.write("interrupted\n")
         raise
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except KeyboardInterrupt as error:
+        if process.prints(error):
+            sys.stderr.write("interrupted\n")
         sys.exit(130)

@@ -20,6 +20,8 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:  # a full disk names no file of its own, and the temporary name is nobody's
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ class TestInspect:
     def test_json(self, run: Path) -> None:
         done = moestro("checkpoint", "inspect", str(run), "--json")
         held = json.loads(done.out)
-        assert held["progress"] == {"step": 2, "tokens": 2000, "train_time_s": 2.0}
+        assert held["progress"] == {"step": 2, "tokens": 2000, "train_time_s": 2.0, "skipped": [], "recent": []}
         assert held["world_size"] == 1
         assert {t["name"]: t["shape"] for t in held["tensors"]} == {
             name: list(value.shape) for name, value in values(newest(run)).items()

@@ -44,7 +44,7 @@ def test_192_gb_need_data_and_context_parallelism_only(seq_len: int, sequences: 
 
 def test_80_gb_need_experts_shared_out() -> None:
     plan = found("h800-2048").exact[0][0]
-    assert plan.ep == 8
+    assert plan.ep in (4, 8)
     assert plan.tp == 1
 
 
