@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,8 @@ def check_plot(path: Path) -> None:
         raise MoestroError(f"--plot {path}: give a name that ends in {', '.join(KINDS)}")
     if not path.parent.is_dir():
         raise MoestroError(f"--plot {path}: there is no folder {path.parent}")
-    if path.suffix != ".html":
-        try:
-            import kaleido  # noqa: F401
-        except ImportError as error:
-            raise MoestroError(
-                f"--plot {path}: pictures other than .html need kaleido (pip install kaleido) and a Chrome"
-            ) from error
+    if path.suffix != ".html" and find_spec("kaleido") is None:
+        raise MoestroError(f"--plot {path}: pictures other than .html need kaleido (pip install kaleido) and a Chrome")
 
 
 def write_front(found: Found, title: str, limit_bytes: float | None, path: Path) -> None:

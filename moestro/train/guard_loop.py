@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moestro.checkpoint.manifest import Progress, StepFigures
-from moestro.checkpoint.store import newest_good
+from moestro.checkpoint.store import checkpoints, newest_good
 from moestro.config import Config
 from moestro.optim.update import Update
 from moestro.parallel.comm import rank_in
@@ -158,7 +158,13 @@ class Guard:
         return list(range(max(1, self.step - count + 1), self.step + 1))
 
     def _target(self) -> Path | None:
-        """The checkpoint that a roll-back would go to, if there is one and it has not been tried too often."""
+        """The checkpoint that a roll-back would go to, if there is one and it has not been tried too often.
+
+        One that was is not verified again: that reads all of it, and a loss that stays high asks at every step.
+        """
+        newest = on_main(self._world, lambda: checkpoints(self._folder.checkpoints)[-1:])
+        if not newest or not self.may_go_back_to(newest[0]):
+            return None
         path, _ = newest_good(self._folder.checkpoints, self._world)
         return path if path is not None and self.may_go_back_to(path) else None
 

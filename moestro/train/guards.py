@@ -13,6 +13,7 @@ MAD_SIGMA = 1.4826  # of a normal distribution: standard deviation over the medi
 # A spread below these is not believed: of losses as a share of their median, of logarithms of gradient norms as it is.
 LEAST_LOSS_SPREAD = 0.01
 LEAST_GRAD_SPREAD = 0.1
+LARGEST_UPDATE = 3.0  # learning rates
 
 
 class Verdict(NamedTuple):
@@ -105,6 +106,3 @@ def odd_updates(sizes: Mapping[str, float], lrs: Mapping[str, float]) -> dict[st
         if not ratio <= LARGEST_UPDATE:  # also NaN
             found[name] = ratio
     return found
-
-
-LARGEST_UPDATE = 3.0  # learning rates

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from moestro.config import load_config
-from moestro.predict import cache
 from papers.deepseek_v3_eplb import LOADS, PLACED
 
 from .helpers import Outcome, moestro
@@ -14,13 +13,7 @@ from .helpers import Outcome, moestro
 TINY = ("olmoe-tiny", "train.dtype=bf16", "train.global_batch_size=8")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no public samples: devices by their data sheets, at once."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def place(*arguments: str) -> Outcome:

@@ -9,22 +9,14 @@ import pytest
 from predict.test_predict import profile
 
 from moestro.hardware.profile import save_profile
-from moestro.predict import cache, constants, curves
+from moestro.predict import constants, curves
 
 from .helpers import Outcome, moestro
 
 PRESET = "olmoe-tiny"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no public samples: devices by their data sheets, at once."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv(cache.FOLDER, str(folder))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def predict(*arguments: str) -> Outcome:

@@ -1,22 +1,12 @@
 """`moestro predict --net`: models that are no language models, counted and priced."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from moestro.predict import cache
-
 from .helpers import moestro
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no public samples: devices by their data sheets, at once."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_what_is_printed() -> None:

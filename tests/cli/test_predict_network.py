@@ -5,21 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from moestro.predict import cache
-
 from .helpers import Outcome, moestro
 
 PRESET = "olmoe-tiny"
 EP = (PRESET, "train.dtype=bf16", "--hardware", "h100-8", "plan.ep=8", "train.global_batch_size=8")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no public samples: devices by their data sheets, at once."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def predict(*arguments: str) -> Outcome:

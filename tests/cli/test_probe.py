@@ -6,20 +6,14 @@ from pathlib import Path
 import pytest
 
 from moestro.config import load_config
-from moestro.predict import cache, probe_peaks
+from moestro.predict import probe_peaks
 
 from .helpers import Outcome, moestro
 
 RUN = ("olmoe-1b-7b", "parallel.pp=4", "train.micro_batch_size=1", "train.global_batch_size=64")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No public samples: devices by their data sheets, at once."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def probe(*arguments: str) -> Outcome:

@@ -8,20 +8,13 @@ from predict.test_predict import profile
 
 from moestro.config import load_config
 from moestro.hardware.profile import save_profile
-from moestro.predict import cache
 
 from .helpers import Outcome, moestro
 
 ON = ("--hardware", "h100-sxm")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No public samples: devices by their data sheets, at once."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_known", {})
-    monkeypatch.setattr(cache, "_as_read", {})
-    monkeypatch.setattr(cache, "_shipped", lambda device_id: ())
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def size(*arguments: str) -> Outcome:

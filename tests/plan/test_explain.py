@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -164,10 +165,11 @@ def test_one_cause_is_the_whole_cause(first: Part, second: Part, name: str) -> N
 
 
 def made(
-    part: Part, *_: Part, kind: str = "predicted", low_s: float | None = None, high_s: float | None = None
-) -> Side:
+    part: Part, *_: Part, kind: Literal["predicted", "measured"] = "predicted", low_s: float | None = None,
+    high_s: float | None = None,
+) -> Side:  # fmt: skip
     whole = {WHOLE: part}
-    return Side("x", kind, "", part.seconds, 8, 1, {"whole": whole}, {}, low_s=low_s, high_s=high_s)  # type: ignore[arg-type]
+    return Side("x", kind, "", part.seconds, 8, 1, {"whole": whole}, {}, low_s=low_s, high_s=high_s)
 
 
 class TestWords:
@@ -206,7 +208,8 @@ class TestSaved:
     def tree(self) -> dict[str, object]:
         found = predict_step(work(), PLANS["ep"], TARGET)
         more = {"plan": PLANS["ep"].model_dump(mode="json"), "workload": work().model_dump(exclude_defaults=True)}
-        return json.loads(json.dumps({**asdict(found), **more}))  # type: ignore[no-any-return]
+        tree: dict[str, object] = json.loads(json.dumps({**asdict(found), **more}))
+        return tree
 
     def test_is_the_prediction_it_was(self, tmp_path: Path, sides: dict[str, Side]) -> None:
         path = tmp_path / "saved.json"

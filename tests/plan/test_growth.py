@@ -29,7 +29,9 @@ def test_stages_are_predictions_of_models_with_so_many_experts() -> None:
     found = priced()
     plan, target = Plan(dp=8, zero=1), target_of("h200-8")
     for stage, (experts, share) in zip(found.stages, STAGES, strict=True):
-        model = work().model.model_copy(update={"moe": work().model.moe.model_copy(update={"num_experts": experts})})  # type: ignore[union-attr]
+        model, moe = work().model, work().model.moe
+        assert moe is not None
+        model = model.model_copy(update={"moe": moe.model_copy(update={"num_experts": experts})})
         one = predict_step(work().model_copy(update={"model": model}), plan, target, exact=True)
         assert (stage.experts, stage.share) == (experts, share)
         assert stage.step_s == pytest.approx(one.step_s.value)
@@ -78,4 +80,6 @@ def test_models_that_cannot_grow() -> None:
                                        "model.moe.expert_hidden_size=8192")).config.model  # fmt: skip
     with pytest.raises(MoestroError, match=r"12 experts are no multiple of moe.granularity = 8"):
         with_experts(fine, 12)
-    assert with_experts(fine, 16).moe.resolved_num_experts == 16  # type: ignore[union-attr]
+    moe = with_experts(fine, 16).moe
+    assert moe is not None
+    assert moe.resolved_num_experts == 16

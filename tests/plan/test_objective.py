@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,9 +222,9 @@ def test_what_nothing_meets_is_told_with_what_comes_nearest(small: Small, goal: 
         ({"free_share": 1.0}, "--headroom"),
     ],
 )
-def test_goals_that_lack_something(changes: dict[str, object], message: str) -> None:
+def test_goals_that_lack_something(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(MoestroError, match=message):
-        Goal(**changes)  # type: ignore[arg-type]
+        Goal(**changes)
 
 
 def test_failures_that_cannot_be(small: Small) -> None:

@@ -1,5 +1,6 @@
 """Who takes part: nodes are left out, examined, and let back in; their states never jump."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from moestro.errors import MoestroError
 from moestro.resilience.elastic import Crew
 from moestro.resilience.nodes import Nodes, read_log
 from moestro.resilience.policy import End
+from moestro.resilience.taxonomy import Category
 
 BACK_S = 100.0
 
 
-def end(rank: int | None, category: str = "platform") -> End:
-    return End("killed", category, "retry", {"status": "SIGKILL", "what": "killed"}, rank)  # type: ignore[arg-type]
+def end(rank: int | None, category: Category = "platform") -> End:
+    return End("killed", category, "retry", {"status": "SIGKILL", "what": "killed"}, rank)
 
 
 class Doctor:
@@ -31,7 +33,7 @@ class Doctor:
         return self.unfit.get(node)
 
 
-def divides(*allowed: int):  # type: ignore[no-untyped-def]
+def divides(*allowed: int) -> Callable[[int], None]:
     def layout(ranks: int) -> None:
         if ranks not in allowed:
             raise MoestroError(f"a batch of 4 does not divide among {ranks}")

@@ -52,8 +52,11 @@ def test_a_cordoned_node_is_validated_again_by_the_shortest_way() -> None:
 def test_the_log_makes_them_again(tmp_path: Path) -> None:
     log = tmp_path / "nodes.jsonl"
     nodes = Nodes(log)
-    for host, after in (("n1", "validating"), ("n1", "available"), ("n2", "validating"), ("n2", "cordoned")):
-        nodes.move(host, after, "doctor", "disk")  # type: ignore[arg-type]
+    moves: list[tuple[str, State]] = [
+        ("n1", "validating"), ("n1", "available"), ("n2", "validating"), ("n2", "cordoned"),
+    ]  # fmt: skip
+    for host, after in moves:
+        nodes.move(host, after, "doctor", "disk")
     with log.open("a") as file:
         file.write('{"host": "n1", "bef')  # killed while writing
     again = Nodes(log)
